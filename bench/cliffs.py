@@ -1,16 +1,19 @@
 """Looks for slow shape classes: a sweep over (head_dim, seqlen, feature) at about constant work.
 
     python -m bench.cliffs --out cliffs.json           # about 2 minutes
-    python -m bench.cliffs --head-dims 32 --kinds plain,bias1h_grad
+    python -m bench.cliffs --head-dims 32 --kinds plain,bias_1hqk_grad
 
-Each point is timed forward and backward, beside PyTorch's memory-efficient backend. Two things may be wrong
-with a point, and the program names and counts both:
+Each point is timed forward and backward, beside PyTorch's memory-efficient backend. Three things may be wrong
+with a point. The program names and counts each of them:
 
+refused: flash_ext raises.
 behind: the backend takes less time. It gets an fp32 bias rounded, since it has none in fp32.
-cliff: the time a visible score is more than twice that of a neighbour, the next shorter or longer sequence,
-    and so is the time over the floor, since a score of a short sequence has more bytes to move. The floor is
-    the bytes that must move at the speed of a copy, plus the products at the speed of a matrix product, both
-    measured in this run.
+cliff: the time a visible score is more than twice that of a neighbour, and so is the time over the floor. A
+    neighbour has the next length, or another number of heads. The floor is the bytes that must move at the
+    speed of a copy, plus the products at the speed of a matrix product, both measured in this run.
+
+A score of a short sequence has more bytes to move, so its time is allowed to grow with the floor. How many
+points exceed twice a neighbour by the time a score alone is counted beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,11 +36,19 @@ from flash_ext import masks
 
 HEADS = {32: 4, 64: 12, 80: 12, 128: 16, 256: 8}
 SEQLENS = (16, 49, 77, 128, 197, 256, 577, 1024, 4096)
-KINDS = ("plain", "causal", "key_padding", "bias1h", "bias1h_grad", "bias11_grad", "biasb1_grad",
-         "biasbh_grad", "bias1h_row", "fp32bias1h_grad", "dropout", "documents")  # fmt: skip
-MOST_SCORES, MOST_ELEMENTS, MOST_BATCH = 2**28, 2**26, 16384
+# The letters of a bias are its sizes: batch, heads, queries, keys; 1 where it is the same for all of them.
+KINDS = ("plain", "causal", "key_padding", "dropout", "documents", "bias_1hqk", "bias_1hqk_grad",
+         "bias_11qk_grad", "bias_b1qk_grad", "bias_bhqk_grad", "bias_1h1k",
+         "fp32_bias_1hqk_grad")  # fmt: skip
+# These are swept at two head sizes only.
+RARE_KINDS = ("cross", "bias_11qk", "bias_b1qk", "bias_bh1k_grad", "bias_bhq1_grad", "fp32_bias_11qk_grad",
+              "fp32_bias_b1qk_grad", "fp32_bias_bh1k_grad")  # fmt: skip
+RARE_HEAD_DIMS = (32, 128)
+ONE_HEAD_KINDS = ("plain", "bias_1hqk_grad")  # also swept with one head, and more sequences
+CROSS_KEYS = 77
+MOST_SCORES, MOST_ELEMENTS, MOST_BATCH = 2**28, 2**26, 2**15
 OURS, PEER = "flash_ext", "efficient"
-NEIGHBOURS = 2.0  # times the time over the floor
+NEIGHBOURS = 2.0  # times the time of a neighbour
 
 
 @dataclass
@@ -46,6 +57,7 @@ class Point:
 
     over_floor: our time over the floor of this run.
     scores: that are visible, of all batch entries and heads.
+    refusal: what flash_ext raises.
     """
 
     head_dim: int
@@ -59,6 +71,7 @@ class Point:
     over_floor: float | None
     scores: float
     kernel: str = ""
+    refusal: str = ""
 
     @property
     def name(self) -> str:
@@ -75,37 +88,44 @@ class Calls:
     scores: float
 
 
-def batch_of(seqlen: int, heads: int, head_dim: int) -> int:
+def classes(head_dim: int, kinds: list[str] | None) -> Iterator[tuple[int, str]]:
+    """Heads and kind of what is swept at one head_dim; ``kinds``: None for all that belong there."""
+    for kind in kinds or [*KINDS, *(RARE_KINDS if head_dim in RARE_HEAD_DIMS else ())]:
+        yield HEADS[head_dim], kind
+        if kind in ONE_HEAD_KINDS:
+            yield 1, kind
+
+
+def batch_of(seqlen_q: int, seqlen_k: int, heads: int, head_dim: int) -> int:
     """As many sequences as make the work of all points about the same."""
-    by_scores, by_elements = MOST_SCORES // (seqlen**2 * heads), MOST_ELEMENTS // (seqlen * heads * head_dim)
+    by_scores = MOST_SCORES // (seqlen_q * seqlen_k * heads)
+    by_elements = MOST_ELEMENTS // (max(seqlen_q, seqlen_k) * heads * head_dim)
     return max(1, min(by_scores, by_elements, MOST_BATCH))
 
 
-def bias_of(kind: str, batch: int, heads: int, seqlen: int) -> Tensor | None:
-    """The bias that a kind names by its batch entries and heads: 1 for one that is shared."""
+def bias_of(kind: str, *sizes: int) -> Tensor | None:
+    """The bias that a kind names; ``sizes``: batch, heads, queries, keys."""
     if "bias" not in kind:
         return None
-    entries = kind.removeprefix("fp32").removeprefix("bias")
-    shape = [batch if entries[0] == "b" else 1, heads if entries[1] == "h" else 1, seqlen, seqlen]
-    if kind.endswith("row"):
-        shape[2] = 1
+    letters = kind.removeprefix("fp32_").removeprefix("bias_").removesuffix("_grad")
+    shape = [1 if letter == "1" else size for letter, size in zip(letters, sizes, strict=True)]
     dtype = torch.float32 if kind.startswith("fp32") else torch.bfloat16
     return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=kind.endswith("grad"))
 
 
-def calls_of(head_dim: int, seqlen: int, batch: int, heads: int, kind: str) -> Calls:
+def calls_of(head_dim: int, seqlen: int, seqlen_k: int, batch: int, heads: int, kind: str) -> Calls:
     """Both programs on the same random numbers, each in its own layout."""
-    q, k, v, dout = (torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-                     for _ in range(4))  # fmt: skip
+    q, k, v, dout = (torch.randn(batch, rows, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+                     for rows in (seqlen, seqlen_k, seqlen_k, seqlen))  # fmt: skip
     options: dict = {"causal": kind == "causal"}
     peer: dict | None = {"is_causal": kind == "causal"}
-    bias = bias_of(kind, batch, heads, seqlen)
+    bias = bias_of(kind, batch, heads, seqlen, seqlen_k)
     learned, peer_learned = [], []
-    visible = seqlen**2 * (0.5 if kind == "causal" else 1.0)  # scores of a head
+    visible = seqlen * seqlen_k * (0.5 if kind == "causal" else 1.0)  # scores of a head
     if bias is not None:
         options["bias"] = bias
         rounded = bias.detach().to(torch.bfloat16).requires_grad_(bias.requires_grad)
-        peer["attn_mask"] = rounded.expand(batch, heads, seqlen, seqlen)
+        peer["attn_mask"] = rounded.expand(batch, heads, seqlen, seqlen_k)
         learned, peer_learned = ([bias], [rounded]) if bias.requires_grad else ([], [])
     elif kind == "key_padding":
         # Spread evenly: of few random lengths the mean, and with it the work, is a matter of luck.
@@ -137,8 +157,14 @@ def calls_of(head_dim: int, seqlen: int, batch: int, heads: int, kind: str) -> C
 
     def of_gradients(program, inputs: list[Tensor], others: list[Tensor], dout: Tensor) -> timing.Call:
         leaves = [t.detach().requires_grad_() for t in inputs]
-        out = program(*leaves)
-        return lambda: torch.autograd.grad(out, leaves + others, dout, retain_graph=True)
+        outputs: list[Tensor] = []
+
+        def call() -> tuple[Tensor, ...]:
+            if not outputs:  # at the first call, which may be refused as any other
+                outputs.append(program(*leaves))
+            return torch.autograd.grad(outputs, leaves + others, dout, retain_graph=True)
+
+        return call
 
     heads_first = [t.transpose(1, 2).contiguous() for t in (q, k, v, dout)]
     forward = {OURS: without_gradient(ours, [q, k, v])}
@@ -146,9 +172,9 @@ def calls_of(head_dim: int, seqlen: int, batch: int, heads: int, kind: str) -> C
     if peer is not None:
         forward[PEER] = without_gradient(theirs, heads_first[:3])
         backward[PEER] = of_gradients(theirs, heads_first[:3], peer_learned, heads_first[3])
-    moved = 2.0 * q.numel()
+    moved = 2.0 * (q.numel() + k.numel())
     of_bias = 0.0 if bias is None else float(bias.numel() * bias.element_size())
-    least_bytes = (4 * moved + of_bias, 8 * moved + 2 * of_bias)
+    least_bytes = (2 * moved + of_bias, 4 * moved + 2 * of_bias)
     return Calls(forward, backward, least_bytes, batch * heads * visible)
 
 
@@ -164,32 +190,35 @@ def kernel_of(call: timing.Call) -> str:
         _C.set_switch("record_launches", None)
 
 
-def sweep(head_dims: list[int], seqlens: list[int], kinds: list[str], timer: timing.Timer,
+def sweep(head_dims: list[int], seqlens: list[int], kinds: list[str] | None, timer: timing.Timer,
           speeds: tuple[float, float], seconds: float) -> Iterator[Point]:  # fmt: skip
     """All points, one after the other. speeds: bytes and operations a microsecond."""
     for head_dim in head_dims:
-        heads = HEADS[head_dim]
         for seqlen in seqlens:
-            batch = batch_of(seqlen, heads, head_dim)
-            for kind in kinds:
-                bias = 4 * batch * heads * seqlen**2 if kind.startswith("biasbh") else 0
-                if bias > 2**31:
-                    continue
-                calls = calls_of(head_dim, seqlen, batch, heads, kind)
+            for heads, kind in classes(head_dim, kinds):
+                seqlen_k = CROSS_KEYS if kind == "cross" else seqlen
+                batch = batch_of(seqlen, seqlen_k, heads, head_dim)
+                calls = calls_of(head_dim, seqlen, seqlen_k, batch, heads, kind)
                 for at, (direction, both) in enumerate((("fwd", calls.forward), ("bwd", calls.backward))):
                     samples, failures = timing.measure(both, timer, 2, seconds)
-                    for name, error in failures.items():
-                        where = f"D{head_dim} S{seqlen} {kind} {direction}"
-                        print(f"{name} refuses {where}: {error}"[:150], file=sys.stderr)
                     us = {name: 1e3 * sample.quartiles()[1] for name, sample in samples.items()}
                     product = 2.0 * calls.scores * head_dim
                     floor = calls.bytes[at] / speeds[0] + (2, 5)[at] * product / speeds[1]
                     ours = us.get(OURS)
                     kernel = kernel_of(both[OURS]) if ours else ""
-                    yield Point(head_dim, seqlen, batch, heads, kind, direction, ours, us.get(PEER),
-                                ours and ours / floor, calls.scores, kernel)  # fmt: skip
+                    point = Point(head_dim, seqlen, batch, heads, kind, direction, ours, us.get(PEER),
+                                  ours and ours / floor, calls.scores, kernel,
+                                  str(failures.get(OURS, "")))  # fmt: skip
+                    if PEER in failures:
+                        print(f"{PEER} refuses {point.name}: {failures[PEER]}"[:150], file=sys.stderr)
+                    yield point
                 del calls
             torch.cuda.empty_cache()
+
+
+def refused(points: list[Point]) -> list[str]:
+    """Points that have no time of ours."""
+    return [f"{p.name}: {p.refusal[:150]}" for p in points if p.ours_us is None]
 
 
 def behind(points: list[Point]) -> list[str]:
@@ -199,28 +228,49 @@ def behind(points: list[Point]) -> list[str]:
     return [f"{p.name}: {ratio:.2f} of {PEER}, {p.ours_us:.0f} us in {p.kernel}" for ratio, p in slow]
 
 
+def by_score(point: Point, neighbour: Point) -> float:
+    """How many times as long a visible score takes."""
+    return (point.ours_us / point.scores) / (neighbour.ours_us / neighbour.scores)
+
+
 def steepness(point: Point, neighbour: Point) -> float:
     """How many times as long a point takes: a visible score or over the floor, whichever differs less."""
-    a_score = [p.ours_us / p.scores for p in (point, neighbour)]
-    return min(a_score[0] / a_score[1], point.over_floor / neighbour.over_floor)
+    return min(by_score(point, neighbour), point.over_floor / neighbour.over_floor)
 
 
-def cliffs(points: list[Point]) -> list[str]:
-    """Points that take more than NEIGHBOURS times as long as a neighbour in the length."""
+def neighbours(points: list[Point]) -> Iterator[tuple[Point, list[Point]]]:
+    """Every point that has a time, with those of the next lengths and of other numbers of heads."""
     lines: dict[tuple, list[Point]] = {}
-    for point in points:
-        if point.ours_us:
-            lines.setdefault((point.head_dim, point.kind, point.direction), []).append(point)
-    found = []
+    columns: dict[tuple, list[Point]] = {}
+    for point in sorted((p for p in points if p.ours_us), key=lambda p: p.seqlen):
+        same = (point.head_dim, point.kind, point.direction)
+        lines.setdefault((*same, point.num_heads), []).append(point)
+        columns.setdefault((*same, point.seqlen), []).append(point)
     for line in lines.values():
-        line.sort(key=lambda p: p.seqlen)
         for at, point in enumerate(line):
+            column = columns[point.head_dim, point.kind, point.direction, point.seqlen]
             beside = line[max(at - 1, 0) : at] + line[at + 1 : at + 2]
-            steep = max((steepness(point, other) for other in beside), default=0.0)
-            if steep > NEIGHBOURS:
-                over = f"{steep:.2f} times a neighbour, {point.over_floor:.1f} times the floor"
-                found.append(f"{point.name}: {over}")
+            yield point, beside + [p for p in column if p is not point]
+
+
+def cliffs(points: list[Point], measured: Callable[[Point, Point], float] = steepness) -> list[str]:
+    """Points that take more than NEIGHBOURS times as long as a neighbour."""
+    found = []
+    for point, beside in neighbours(points):
+        steep = max((measured(point, other) for other in beside), default=0.0)
+        if steep > NEIGHBOURS:
+            over = f"{steep:.2f} times a neighbour, {point.over_floor:.1f} times the floor"
+            found.append(f"{point.name}: {over}")
     return found
+
+
+def faults(points: list[Point]) -> dict[str, list[str]]:
+    """What is wrong, a line each, by title."""
+    return {
+        f"refused by {OURS}": refused(points),
+        f"behind {PEER}": behind(points),
+        f"above {NEIGHBOURS:g} times a neighbour": cliffs(points),
+    }
 
 
 def main() -> int:
@@ -228,7 +278,10 @@ def main() -> int:
     machine.add_device_option(parser)
     parser.add_argument("--head-dims", default=",".join(map(str, HEADS)))
     parser.add_argument("--seqlens", default=",".join(map(str, SEQLENS)))
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    every = ",".join((*KINDS, *RARE_KINDS))
+    parser.add_argument(
+        "--kinds", default=None, help=f"of {every}; default: all, some at two head sizes only"
+    )
     parser.add_argument("--seconds", type=float, default=0.02, help="a point (default 0.02)")
     parser.add_argument("--out", type=Path, default=None, help="JSON with all points")
     parser.add_argument("--commit", default=None, help="commit to record where there is no git to ask")
@@ -239,15 +292,20 @@ def main() -> int:
     facts, timer = machine.collect(device, options.commit), timing.make_timer(device)
     matmul = timing.matmul_tflops(timer, device, torch.bfloat16)
     speeds = (timing.copy_gbps(timer, device) * 1e3, matmul * 1e6)
-    asked = [[int(n) for n in text.split(",")] for text in (options.head_dims, options.seqlens)]
-    points = list(sweep(*asked, options.kinds.split(","), timer, speeds, options.seconds))
-    slow, steep = behind(points), cliffs(points)
-    for title, found in ((f"behind {PEER}", slow), (f"above {NEIGHBOURS:g} times a neighbour", steep)):
-        print(f"{len(found)} of {len(points)} points {title}", *found, sep="\n  ")
+    head_dims, seqlens = ([int(n) for n in text.split(",")] for text in (options.head_dims, options.seqlens))
+    kinds = options.kinds.split(",") if options.kinds else None
+    points = list(sweep(head_dims, seqlens, kinds, timer, speeds, options.seconds))
+    found, strict = faults(points), cliffs(points, by_score)
+    for title, lines in found.items():
+        print(f"{len(lines)} of {len(points)} points {title}", *lines, sep="\n  ")
+    print(
+        f"{len(strict)} of {len(points)} points above {NEIGHBOURS:g} times a neighbour by time a score alone"
+    )
     if options.out:
-        rows = [asdict(point) for point in points]
-        options.out.write_text(json.dumps({"machine": facts, "speeds": speeds, "points": rows}, indent=0))
-    return 1 if slow or steep else 0
+        record = {"machine": facts, "speeds": speeds, "faults": found, "by_score_alone": strict}
+        record["points"] = [asdict(point) for point in points]
+        options.out.write_text(json.dumps(record, indent=0))
+    return 1 if any(found.values()) or not points else 0
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 Every row has one set of lengths. "dense" is :func:`flash_ext.attention` over a cache of that length (rows of
 one length only), "entries" the same through lengths on the device, "page n" pages of n keys in a random
-order, "engine" pages of 16 with K and V side by side in a token and heads outside of its rows. All run in
-interleaved rounds on random data, with the L2 cache overwritten before each launch. TB/s counts the keys and
-values in use.
+order, "engine" pages of 16 with K and V side by side in a token and heads outside of its rows. "e4m3" and
+"int8" are pages of 64 of 8 bits, with factors of heads and of slots. All run in interleaved rounds on random
+data, with the L2 cache overwritten before each launch. TB/s counts the keys and values in use, 16 bits an
+element everywhere.
 """
 
 from __future__ import annotations
@@ -82,6 +83,15 @@ def paged(k: list[Tensor], page: int, width: int, together: bool = False) -> tup
     return pool[0], pool[1], table
 
 
+def in_bytes(x: Tensor, kind: torch.dtype, of_slots: bool) -> tuple[Tensor, Tensor]:
+    """Pages of 8 bits, and the factors of their slots, or of heads."""
+    most = 127.0 if kind == torch.int8 else 448.0
+    largest = x.abs().amax(-1) if of_slots else x.abs().amax((0, 1, 3))
+    factor = largest.float().clamp(min=1e-30) / most
+    numbers = x / (factor[..., None] if of_slots else factor[:, None])
+    return (numbers.round() if kind == torch.int8 else numbers).to(kind), factor
+
+
 def calls(row: Row, device: str, parts: Sequence[int] = ()) -> dict[str, Callable[[], object]]:
     """What a row times, by name; pages of 64 also with the keys of each sequence in so many ``parts``."""
     like = {"device": device, "dtype": torch.bfloat16}
@@ -108,6 +118,13 @@ def calls(row: Row, device: str, parts: Sequence[int] = ()) -> dict[str, Callabl
     found["engine"] = over(paged(kv, 16, width, together=True))
     *pool, table = paged(kv, 64, width)
     bounds = torch.arange(batch + 1, device=device, dtype=torch.int32) * row.queries
+    for name, kind, of_slots in (("e4m3", torch.float8_e4m3fn, False), ("int8", torch.int8, True)):
+        numbers, factors = zip(*(in_bytes(x, kind, of_slots) for x in pool))
+        found[name] = functools.partial(
+            flash_ext.attention_varlen, q.flatten(0, 1), *numbers, bounds, None, seqused_k=lengths,
+            block_table=table, max_seqlen_q=row.queries, causal=causal, k_descale=factors[0],
+            v_descale=factors[1],
+        )  # fmt: skip
     for count in parts:
         found[f"{count} parts"] = functools.partial(
             flash_ext.attention_varlen, q.flatten(0, 1), *pool, bounds, None, seqused_k=lengths,

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "divisor.h"
+#include "kv_cache.h"
 #include "params.h"
 
 namespace flash_ext {
@@ -32,6 +33,10 @@ struct AppendParams {
   Divisor page_size, heads, chunks;  // chunks: pieces of 8 features of a key and its value
   int32_t head_dim = 0, head_dim_v = 0, key_chunks = 0;
   Rotary rotary;
+  // Of a cache of 8 bits. Factors of slots are written, a largest element at a time; others are given for each token and head,
+  // with batch_stride between tokens.
+  CacheType cache_type = CacheType::k16Bit;
+  CacheFactors k_factors, v_factors;
   void* stream = nullptr;  // cudaStream_t
 };
 

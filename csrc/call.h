@@ -25,6 +25,7 @@ struct FwdCall {
   Modifiers modifiers;   // of plain calls none
   std::byte* workspace;  // of plan.workspace.bytes, on 128 bytes, holding anything
   KvCache cache = {};    // of calls with a cache
+  QuantizedCache quantized = {};  // of those of 8 bits
   Fp8Operands fp8 = {};  // of requests whose operands are not all of 16 bits
   BiasRows bias_rows = {};  // what the pass copies that a plan may begin with
 };

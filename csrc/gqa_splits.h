@@ -16,8 +16,8 @@ inline bool can_split_gqa(const Problem& p) {
   return p.num_heads > p.num_heads_k && (p.num_heads_k == 1 || (p.batch == 1 && !p.is_varlen()));
 }
 
-// How long a backward takes with so many parts a key head, where 1 is the time of a CTA that has all query heads. Within
-// 4 % of the fastest. Evidence: gqa-splits.
+// How long a backward takes with so many parts a key head, where 1 is the time of a CTA that has all query heads.
+// Evidence: gqa-splits.
 inline double time_with_splits(const Problem& p, int parts, int block_keys, int num_sms) {
   const double group = static_cast<double>(p.num_heads) / p.num_heads_k;
   const double rows_k = static_cast<double>(p.total_k), rows_q = static_cast<double>(p.total_q) / p.batch;
@@ -43,7 +43,7 @@ inline int best_gqa_splits(const Problem& p, int block_keys, int num_sms) {
   const int group = p.num_heads / p.num_heads_k;
   const double whole = time_with_splits(p, 1, block_keys, num_sms);
   int best = 1;
-  double best_time = 0.95 * whole;  // a gain below 5 % is not worth the memory
+  double best_time = 0.95 * whole;  // less is not worth the memory
   for (int parts = 2; parts <= std::min(group, 16); ++parts) {
     if (group % parts != 0) continue;
     const double time = time_with_splits(p, parts, block_keys, num_sms);

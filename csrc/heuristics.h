@@ -240,6 +240,7 @@ struct SplitTile {
   int rows;    // 16 or 64
   int keys;    // of one tile of the ring
   int stages;  // tiles in the ring, K and V counted apart
+  int element_bytes = 2;
 
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kOutPad = 8;  // columns, against bank conflicts
@@ -247,7 +248,7 @@ struct SplitTile {
   constexpr int key_warps() const { return kWarps / row_warps(); }
   constexpr int block_n() const { return keys * key_warps(); }
   constexpr int out_bytes(int d) const { return 4 * 16 * kWarps * (d + kOutPad); }  // fp32, over the rings
-  constexpr int smem_bytes(int d) const { return std::max(2 * d * block_n() * stages, out_bytes(d)); }
+  constexpr int smem_bytes(int d) const { return std::max(element_bytes * d * block_n() * stages, out_bytes(d)); }
 };
 
 inline constexpr int kSplitHeadDims[] = {64, 128, 256};
@@ -263,6 +264,12 @@ constexpr int padded_split_head_dim(int head_dim, int head_dim_v) {
 constexpr SplitTile split_tile(int d, int rows) {
   if (rows <= 16) return d == 256 ? SplitTile{16, 16, 3} : SplitTile{16, 32, d == 64 ? 5 : 3};
   return d == 256 ? SplitTile{64, 16, 12} : SplitTile{64, 64, d == 64 ? 8 : 5};
+}
+
+// The same for a cache of 8 bits: as many bytes on the way.
+constexpr SplitTile quantized_tile(int d, int rows) {
+  if (rows <= 16) return d == 256 ? SplitTile{16, 16, 6, 1} : SplitTile{16, 64, d == 64 ? 5 : 3, 1};
+  return d == 256 ? SplitTile{64, 16, 12, 1} : SplitTile{64, 64, d == 64 ? 12 : 9, 1};
 }
 
 constexpr bool tiles_fit(SmemClass c, int limit) {
@@ -284,6 +291,8 @@ constexpr bool split_tiles_fit() {
   for (int d : kSplitHeadDims) {
     if (split_tile(d, 16).smem_bytes(d) > kSmemLimitSmall - 1024) return false;
     if (split_tile(d, 64).smem_bytes(d) > kSmemLimitSmall - 1024) return false;
+    if (quantized_tile(d, 16).smem_bytes(d) > kSmemLimitSmall - 1024) return false;
+    if (quantized_tile(d, 64).smem_bytes(d) > kSmemLimitSmall - 1024) return false;
   }
   return true;
 }

@@ -16,6 +16,21 @@ struct KvCache {
   Divisor page_size{1u << 30};
 };
 
+// Elements of k and v in a cache. Those of 8 bits stand for themselves times a factor.
+enum class CacheType : uint8_t { k16Bit, kE4m3, kInt8 };
+
+// The factors of k or v, one for each sequence and head or one for each slot and head. Strides count floats and may be 0.
+struct CacheFactors {
+  const float* ptr = nullptr;  // null: 1
+  int64_t batch_stride = 0;    // of sequences, or of pages
+  int64_t row_stride = 0;      // of slots
+  int64_t head_stride = 0;
+  bool of_slots = false;
+};
+struct QuantizedCache {
+  CacheFactors k, v;
+};
+
 // How a call with a cache goes over the kernels, which each sequence chooses by the number of its own packed rows
 // (queries x query heads of a key head): up to 16, up to 64, more. The host knows bounds only, so it launches what may be
 // needed.
@@ -26,6 +41,7 @@ struct KvCacheGrid {
   int rows = 0;           // of a sequence whose keys may be split, at most
   int queries = 1;        // those are its queries, at most
   int64_t part_rows = 0;  // of all sequences: rows of one part
+  int narrow_block_n = 0;  // keys of a block of the tile of 16 rows
   // Of the kernel that takes more rows than the smallest tile has: its tile, and whether its maxima are in units of log2.
   int tile_rows = 64, block_n = 64;
   bool scaled_maxima = false;

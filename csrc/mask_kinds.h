@@ -114,15 +114,11 @@ inline constexpr MaskSet kKnownByKeys =
 inline constexpr MaskSet kMadeRowWords =
     kinds_where([](const MaskTraits& t) { return t.known_by == MaskTraits::kRowWord && !t.word_is_stored; });
 
-// Whether a tile matters is found out without memory, or with that of the block map.
-inline constexpr MaskSet kFoundByBlocks =
-    kinds_where([](const MaskTraits& t) { return t.reads != MaskTraits::kSummaries; });
-
 // Intervals that are the same for all sequences.
 inline constexpr MaskSet kSharedIntervals = kinds_where(
     [](const MaskTraits& t) { return t.known_by == MaskTraits::kInterval && t.reads == MaskTraits::kNothing; });
 
-// CTAs draw tiles of queries one by one.
+// Tiles differ in work, so CTAs fetch them one by one.
 inline constexpr MaskSet kUnequalTiles = kinds_where([](const MaskTraits& t) { return t.unequal; });
 
 // Some queries may see no key at all.

@@ -40,11 +40,12 @@ struct Request {
   Constraints constraints = {};
   // Of forwards over a cache; bounds on the lengths of each sequence where the caller knows some, else 0.
   const KvCache* cache = nullptr;
+  CacheType cache_type = CacheType::k16Bit;
   int64_t most_queries = 0, most_keys = 0;
 };
 
-// Which measurement justifies a row: the same ids head the lines of the table "Evidence" in docs/benchmarks.md. kNone: the
-// row is taken because no other one supports the request.
+// Which measurement justifies a row: the same ids head the lines of the table "Evidence" in docs/benchmarks.md. kNone: no
+// measurement chooses the row, which takes what those above it have left. A row with a preference has an id.
 enum class Evidence : uint8_t {
   kNone,
   kShort,
@@ -61,6 +62,7 @@ enum class Evidence : uint8_t {
   kSplitBwdMod,
   kFusedBwdMod,
   kFwdParts,
+  kPaged,
 };
 std::string_view name_of(Evidence e);
 
@@ -109,6 +111,7 @@ enum class KernelId : uint8_t {
   // portable
   kFwdSplitMod80,
   kFwdSplitCachedMod80,
+  kFwdSplitQuantized80,
   // passes
   kAlignBias,
 };
@@ -151,6 +154,7 @@ struct Launch {
   bool pdl = false;  // programmatic launch: begins before the kernel in front of it has ended
   Grid grid;  // the order of work tiles; not of passes, short and split-KV kernels
   RowRange rows;  // of forwards over a cache: which sequences
+  CacheType cache_type = CacheType::k16Bit;  // of the same
 };
 
 // A part of the workspace. Without bytes it is not there, and nobody has a pointer to it.

@@ -37,6 +37,7 @@ std::string launch(const FwdCall& c, const Launch& l) {
     case KernelId::kFwdCombine80: return launch_in({sm80::kFwdSplit}, c, l);
     case KernelId::kFwdSplitMod80: return launch_in({sm80::kFwdSplitMod}, c, l);
     case KernelId::kFwdSplitCachedMod80: return launch_in({sm80::kFwdSplitCachedMod}, c, l);
+    case KernelId::kFwdSplitQuantized80: return launch_in({sm80::kFwdSplitQuantized}, c, l);
     case KernelId::kFwdSplitCached80:
     case KernelId::kFwdMergeCached80: return launch_in({sm80::kFwdSplitCached}, c, l);
     case KernelId::kFwdCached80: return launch_in({large ? sm80::kFwdCachedLarge : sm80::kFwdCachedSmall}, c, l);

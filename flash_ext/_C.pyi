@@ -43,6 +43,8 @@ def fwd_cached(
     backend: str | None,
     want_lse: bool,
     tree: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
 ) -> tuple[Tensor, Tensor]: ...
 def bwd(
     dout: Tensor,

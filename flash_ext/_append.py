@@ -42,6 +42,8 @@ def append_kv(
     v_cache: Tensor,
     slot_mapping: Tensor,
     rotary: Rotary | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> None:
     """Writes new keys and values into a cache, in place and in one kernel.
 
@@ -53,11 +55,16 @@ def append_kv(
         k_new: (tokens, h_k, d) float16 or bfloat16, on the CPU any floating point; any strides with a unit
             last one.
         v_new: (tokens, h_k, dv), dtype of k_new.
-        k_cache, v_cache: (num_pages, page_size, h_k, d) and (.., dv), any strides with a unit last one that
-            do not repeat a slot; a dense cache (batch, seqlen, h_k, d) is one with a page for each sequence.
+        k_cache, v_cache: (num_pages, page_size, h_k, d) and (.., dv), dtype of k_new, or both float8_e4m3fn
+            or int8. Any strides with a unit last one that do not repeat a slot; a dense cache (batch, seqlen,
+            h_k, d) is one with a page for each sequence.
         slot_mapping: (tokens,) int32 or int64: page * page_size + row of the page. A token with -1 is left
             out. Other values outside of the cache are refused on the CPU and left out on a GPU.
         rotary: turn the keys before they are written.
+        k_descale, v_descale: float32, of a cache of 8 bits (float8_e4m3fn or int8), which holds x / factor
+            rounded to nearest, at most 448 or 127 in size. Of shape (), (1,), (h_k,) or (tokens, h_k) they
+            are given; of shape (num_pages, page_size, h_k) each slot gets a factor of its own, written here:
+            its largest element over 448 or 127. None is 1.
 
     Returns:
         Nothing.
@@ -80,7 +87,9 @@ def append_kv(
     try:
         if CHECKS_DEVICE or isinstance(slot_mapping, Tensor) and slot_mapping.is_cpu:
             _check_slots(slot_mapping, k_cache)
-        torch.ops.flash_ext.append_kv.default(k_new, v_new, k_cache, v_cache, slot_mapping, *factors)
+        torch.ops.flash_ext.append_kv.default(
+            k_new, v_new, k_cache, v_cache, slot_mapping, *factors, k_descale, v_descale
+        )
     except (TypeError, RuntimeError, AttributeError):
         if not torch.compiler.is_compiling():
             explain_tensors(k_new=k_new, v_new=v_new, k_cache=k_cache, v_cache=v_cache)

@@ -95,6 +95,8 @@ class VarlenOptions(Options, total=False):
     max_seqlen_k: int | None
     seqused_k: Tensor | None
     block_table: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
 
 
 @overload
@@ -256,6 +258,8 @@ def attention_varlen(
     max_seqlen_k: int | None = None,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     scale: float | None = None,
@@ -299,6 +303,11 @@ def attention_varlen(
         seqused_k: (batch,) int32: sequence i has the first seqused_k[i] of its keys.
         block_table: (batch, max_pages) int32, rows of any stride: the pages of each sequence in order. Needs
             ``seqused_k``; entries behind a length may hold anything.
+        k_descale, v_descale: float32 factors of a cache of 8 bits. k and v are then float8_e4m3fn or int8 in
+            pages or entries, with head sizes that are multiples of 16 and rows that start on 16 bytes, and q
+            keeps its 16 bits. Shape () or (1,): one for all; (h_k,): of heads; (batch, h_k): of sequences and
+            heads; (num_pages, page_size, h_k): of slots and heads, as :func:`flash_ext.serving.append_kv`
+            writes them. Any strides; None is 1.
         causal, window_size: as in :func:`attention`, with the alignment of each sequence by its own lengths.
         mask, bias: as in :func:`attention`. Bands, prefixes, intervals, blocks and distances count inside
             each sequence; ``Documents`` and ``KeyMask`` lie over the packed rows. A tensor is (batch, h,
@@ -329,9 +338,14 @@ def attention_varlen(
             q, k, v, cu_seqlens_q, None if block_table is not None else cu_seqlens_k, seqused_k, block_table,
             max_seqlen_q, max_seqlen_k, scale, causal, window_size, backend, wants_lse,
             bias.slopes if isinstance(bias, ALiBi) else None, sinks, softcap,
-            mask if isinstance(mask, TokenTree) else None,
+            mask if isinstance(mask, TokenTree) else None, k_descale, v_descale,
         )  # fmt: skip
         return out if return_aux is None else (out, AuxOutput(lse if wants_lse else None))
+    if k_descale is not None or v_descale is not None:
+        raise NotImplementedError(
+            "k_descale and v_descale belong to a cache (seqused_k, block_table). Fp8Inputs.of takes tensors "
+            "in e4m3 without one."
+        )
     if isinstance(cu_seqlens_q, Tensor) and cu_seqlens_q.is_cpu:
         check_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
     if (

@@ -10,14 +10,15 @@
 Arguments of engines that are not served are accepted at their defaults and refused by name otherwise, and so
 are arguments that these functions do not know, where None or False is taken for the default. Lengths and
 tables stay on the device: nothing waits for it, and a CUDA graph follows what they hold at each replay. There
-is no gradient over a cache. Keys and values are 16-bit (on the CPU also float32 and float64), pages have any
-size and any strides with a unit last one.
+is no gradient over a cache. Keys and values have 16 bits (on the CPU also float32 and float64) or 8
+(float8_e4m3fn, int8), pages have any size and any strides with a unit last one.
 
 These arguments of engines are alike in all functions:
 
-* q_descale, k_descale, v_descale: (batch, h_k) float32, any strides, and all ones: 16-bit tensors have no
-  scales. Other values are refused on the CPU and with FLASH_EXT_CHECK=1, and change nothing on a GPU, where
-  looking at them would wait for it;
+* q_descale, k_descale, v_descale: (batch, h_k) float32, any strides: what q, k and v of 8 bits are multiplied
+  by. A q in float8_e4m3fn becomes bfloat16, or what ``out`` has. For 16-bit tensors they are all ones; other
+  values are refused on the CPU and with FLASH_EXT_CHECK=1, and change nothing on a GPU, where looking at
+  them would wait for it;
 * num_splits: parts of the keys of a sequence with few queries, up to 256; 0, or any number above 1 beside
   scheduler_metadata, which would say how many: as many as shapes ask for. The CPU has no parts;
 * scheduler_metadata changes no result: the kernels divide keys by lengths that they read themselves;
@@ -40,12 +41,13 @@ from ._append import Rotary, append_kv
 from ._attention import AuxRequest, attention_varlen
 from ._batch_invariance import is_batch_invariant, set_batch_invariant
 from ._count import counting, tally
-from ._cpu.cached import turned
+from ._cpu.cached import BYTES, turned
 from ._log import logged
 from ._masks.biases import ALiBi
 from ._masks.token_tree import TokenTree
-from ._merge import merge_attention_states
-from ._ops.dispatch_cached import add_sinks, check_of_heads, may_read, run_cached, tree_of
+from ._ops.dispatch_cached import check_of_heads, may_read, run_cached, tree_of
+from ._owners import check_slots_of_one, with_one_owner
+from ._shared_prefix import attention_shared_prefix
 
 __all__ = [
     "Rotary",
@@ -138,8 +140,9 @@ def flash_attn_varlen_func(
             "block_table and cu_seqlens_k must not be given together: seqused_k has the lengths."
         )
     window = _window(window_size)
-    _check_out(out, q, v)
     _check_descales(q, k, cu_seqlens_q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    q, descales = _descales(q, k, out, q_descale, k_descale, v_descale)
+    _check_out(out, q, v)
     if block_table is None and seqused_k is None:
         found, aux = attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
@@ -153,7 +156,7 @@ def flash_attn_varlen_func(
         found, lse = run_cached(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, max_seqlen_q, max_seqlen_k,
             softmax_scale, causal, window, _backend(num_splits, q, scheduler_metadata), return_softmax_lse,
-            alibi_slopes, s_aux, softcap,
+            alibi_slopes, s_aux, softcap, None, *descales,
         )  # fmt: skip
     return _result(found, lse, out, return_softmax_lse)
 
@@ -210,8 +213,10 @@ def flash_attn_with_kvcache(
             cache; without causal and window all of q by that of its first.
         cache_seqlens: int or (batch,) int32, the keys of each sequence before the append.
         cache_batch_idx: (batch,) int32, the entry of each sequence, without ``page_table``. A sequence whose
-            entry is not there has no keys.
-        page_table: (batch, max_pages) int32.
+            entry is not there has no keys. Several may read one entry, but with k one of them only may have
+            it: others are refused on the CPU. On a GPU the first in the batch has it, the others no keys.
+        page_table: (batch, max_pages) int32. Two new keys must not have one slot. That is refused on the CPU;
+            on a GPU one of them is there afterwards, and which is not defined.
         max_seqlen_q: bound on the lengths of ``cu_seqlens_q``, by which kernels are chosen.
         softmax_scale, causal, window_size, softcap, sinks: as in :func:`flash_ext.attention_varlen`.
         return_softmax_lse: also return lse (batch, h, seqlen_q) or (h, total_q), float32.
@@ -223,7 +228,8 @@ def flash_attn_with_kvcache(
     Raises:
         NotImplementedError: an argument that is not served, or requires a gradient.
         ValueError: k without v or without cache_seqlens, one of the rotary factors without the other or with
-            fewer rows than a sequence has room for; on the CPU also a length that is not there.
+            fewer rows than a sequence has room for; on the CPU also a length that is not there, and a place
+            for two new keys.
         TypeError: an argument has a type or dtype that does not fit.
     """
     _note()
@@ -241,18 +247,22 @@ def flash_attn_with_kvcache(
             "mask=TokenTree is not available with rotary factors, which turn tokens by their order in the "
             "cache. Turn q and k by the depth of each token, and leave the factors out."
         )
-    _check_out(out, q, v_cache)
     check_of_heads(q, sinks=sinks)
     _refuse_gradient(
         q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin
     )
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     _check_descales(q, k_cache, cu_seqlens_q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    q, descales = _descales(q, k_cache, out, q_descale, k_descale, v_descale)
+    _check_out(out, q, v_cache)
     table = page_table
     if cache_batch_idx is not None:
         _check_numbers("cache_batch_idx", cache_batch_idx, batch, q)
         entry = cache_batch_idx[:, None].int()
-        table = entry.where((entry >= 0) & (entry < k_cache.shape[0]), -1)
+        exists = (entry >= 0) & (entry < k_cache.shape[0])
+        if k is not None and k.shape[1] > 0:
+            exists = with_one_owner(entry[:, 0], exists[:, 0])[:, None]
+        table = entry.where(exists, -1)
     if isinstance(cache_seqlens, Tensor):
         _check_numbers("cache_seqlens", cache_seqlens, batch, q)
     lengths = cache_seqlens
@@ -279,100 +289,17 @@ def flash_attn_with_kvcache(
             counts = causal or window != (-1, -1)
             if factors is not None:
                 q = _turned_queries(q, cu_seqlens_q, lengths, counts, factors, rotary_interleaved)
-            lengths = _append(k_cache, v_cache, k, v, lengths, table, factors, rotary_interleaved)
+            lengths = _append(
+                k_cache, v_cache, k, v, lengths, table, factors, rotary_interleaved, k_descale, v_descale
+            )
         if cache_batch_idx is not None and isinstance(lengths, Tensor) and table is not None:
             lengths = lengths.where(table[:, 0] >= 0, 0)  # not the keys of another sequence
         found, lse = run_cached(
             q, k_cache, v_cache, cu_seqlens_q, None, lengths, table, max_seqlen_q, None, softmax_scale,
             causal, window, _backend(num_splits, q, scheduler_metadata), return_softmax_lse, None, sinks,
-            softcap, tree,
+            softcap, tree, *descales,
         )  # fmt: skip
     return _result(found, lse, out, return_softmax_lse)
-
-
-@logged
-def attention_shared_prefix(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    shared_block_table: Tensor,
-    shared_prefix_len: int | Tensor,
-    block_table: Tensor,
-    seqused_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = True,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    mask: TokenTree | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of sequences that begin with the same keys, which are read once for all of their queries.
-
-    Sequence i has the ``shared_prefix_len`` keys of ``shared_block_table``, then ``seqused_k[i]`` of its own.
-    Its queries are level with its last own keys, of which it has as many as queries or more, so that each
-    query sees the whole prefix. Two calls over the cache and a merge: it pays where the prefix is long and
-    the batch large.
-
-    Args:
-        q: (total_q, h, d).
-        k_cache, v_cache: (num_pages, page_size, h_k, d), as for :func:`flash_ext.attention_varlen`.
-        cu_seqlens_q: (batch + 1,) int32.
-        shared_block_table: (pages,) int32, the pages of the prefix in order.
-        shared_prefix_len: int or (1,) int32, the keys of the prefix.
-        block_table: (batch, max_pages) int32, the pages behind the prefix.
-        seqused_k: (batch,) int32, the keys of each sequence behind the prefix.
-        max_seqlen_q, max_seqlen_k: bounds on queries and on own keys, by which kernels are chosen.
-        causal: hide the keys behind that of a query.
-        scale, sinks: as in :func:`flash_ext.attention_varlen`.
-        mask: a :class:`flash_ext.masks.TokenTree` of the queries, which takes the place of causal.
-
-    Returns:
-        out (total_q, h, dv) in the dtype of q, and lse (h, total_q) float32.
-
-    Raises:
-        NotImplementedError: a tensor requires a gradient, or the batch-invariant mode is on, in which keys
-            are not divided by what a sequence shares with others.
-        ValueError, TypeError: an argument does not fit; on the CPU also fewer own keys than queries.
-
-    Source: Hydragen, Juravsky et al. 2024, https://arxiv.org/abs/2402.05099.
-    """
-    _note()
-    if is_batch_invariant():
-        raise NotImplementedError(
-            "attention_shared_prefix is not available in the batch-invariant mode: how keys are divided "
-            "depends on the batch. Call attention_varlen with whole tables."
-        )
-    check_of_heads(q, sinks=sinks)
-    tree = tree_of(mask)
-    if not isinstance(shared_block_table, Tensor) or shared_block_table.dim() != 1:
-        raise ValueError("shared_block_table must be a tensor of shape (pages,), one for all sequences.")
-    batch = cu_seqlens_q.shape[0] - 1
-    if batch < 1:
-        raise ValueError("cu_seqlens_q must have bounds of at least one sequence.")
-    if (causal or tree is not None) and may_read(seqused_k) and may_read(cu_seqlens_q):
-        missing = (cu_seqlens_q.diff() > seqused_k).nonzero()
-        if missing.numel():
-            raise ValueError(
-                "seqused_k must count a key behind the prefix for each query, which sequence "
-                f"{int(missing[0])} has not."
-            )
-    if isinstance(shared_prefix_len, int):
-        length = torch.full((1,), shared_prefix_len, dtype=torch.int32, device=q.device)
-    else:
-        length = shared_prefix_len
-    bounds = cu_seqlens_q[::batch].contiguous()  # of all queries
-    shared, shared_lse = run_cached(
-        q, k_cache, v_cache, bounds, None, length, shared_block_table[None], None, None, scale, False,
-        (-1, -1), None,
-    )  # fmt: skip
-    own, own_lse = run_cached(
-        q, k_cache, v_cache, cu_seqlens_q, None, seqused_k, block_table, max_seqlen_q, max_seqlen_k, scale,
-        causal, (-1, -1), None, tree=tree,
-    )  # fmt: skip
-    out, lse = merge_attention_states(shared, shared_lse, own, own_lse)
-    return out, add_sinks(out, lse, sinks, cu_seqlens_q, True)
 
 
 def get_scheduler_metadata(
@@ -459,8 +386,23 @@ def _check_descales(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, **scales:
         wanted = (q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, k.shape[-2])
         if scale.shape != wanted:
             raise ValueError(f"{name} must have shape (batch, h_k) = {wanted}, got {tuple(scale.shape)}.")
-        if may_read(scale) and bool((scale != 1).any()):
+        has_bytes = (q if name == "q_descale" else k).dtype in BYTES
+        if not has_bytes and may_read(scale) and bool((scale != 1).any()):
             raise NotImplementedError(f"{name} must hold ones: scales of 16-bit tensors are not served.")
+
+
+def _descales(
+    q: Tensor, k: Tensor, out: Tensor | None, *scales: Tensor | None
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+    """q of 16 bits and the factors of k and v, of which the former takes that of q along."""
+    of_q, of_k, of_v = scales
+    if k.dtype not in BYTES:
+        return q, (None, None)
+    if q.dtype == torch.float8_e4m3fn:
+        q = q.to(torch.bfloat16 if out is None else out.dtype)
+        if of_q is not None:
+            of_k = of_q if of_k is None else of_q * of_k
+    return q, (of_k, of_v)
 
 
 def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
@@ -526,6 +468,7 @@ def _append(
     table: Tensor | None,
     factors: tuple[Tensor, Tensor] | None,
     interleaved: bool,
+    *descales: Tensor | None,
 ) -> Tensor:
     """Writes k and v behind the keys that there are; returns how many there are then."""
     batch, count = k.shape[:2]
@@ -538,11 +481,15 @@ def _append(
         page = torch.arange(batch, device=k.device)[:, None]
     else:
         page = table.long().gather(1, inside // page_size) if room else positions
-    slots = (page * page_size + inside % page_size).where((positions < room) & (page >= 0), -1).flatten()
+    slots = (page * page_size + inside % page_size).where((positions < room) & (page >= 0), -1)
+    check_slots_of_one(slots, page_size)
     rotary = None
     if factors is not None:
         rotary = Rotary(*factors, positions.flatten(), interleaved)
-    append_kv(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, rotary)
+    of_tokens: tuple[Tensor | None, ...] = (None, None)
+    if k_cache.dtype in BYTES:
+        of_tokens = tuple(None if x is None else x.repeat_interleave(count, 0) for x in descales)
+    append_kv(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots.flatten(), rotary, *of_tokens)
     return (first[:, 0] + count).clamp(max=room).to(torch.int32)
 
 

@@ -72,17 +72,76 @@ def make_cache(
     return Cache(*pool, table.to(device), lengths_there, rows)
 
 
+FACTORS = ("none", "one", "heads", "sequences", "slots")
+
+
+def in_bytes(
+    cache: Cache, dtype: torch.dtype, factors: str, layout: str = "apart"
+) -> tuple[Cache, dict[str, Tensor]]:
+    """The cache in float8_e4m3fn or int8, with rows of what its bytes stand for, and the factors of k and v.
+
+    Slots that no length covers hold NaN, or -1 where there is none, and so do their factors.
+    """
+    device = str(cache.k.device)
+    pages, size, heads, dim = cache.k.shape
+    batch = len(cache.rows)
+    pool = _pool(pages, size, heads, (dim, cache.v.shape[-1]), device, torch.uint8, layout, 0xFF)
+    used = torch.zeros(pages, size, dtype=torch.bool, device=device)
+    places = []
+    for b, (k, _) in enumerate(cache.rows):
+        at = torch.arange(len(k), device=device)
+        places.append((cache.table[b].long()[at // size], at % size))
+        used[places[-1]] = True
+    descales, rows = {}, []
+    for name, x, to in zip(("k_descale", "v_descale"), (cache.k, cache.v), pool, strict=True):
+        shape = {"none": (), "one": (1,), "heads": (heads,), "sequences": (batch, heads)}.get(
+            factors, (pages, size, heads)
+        )
+        factor = (
+            torch.rand(shape, device=device) + 0.5 if factors != "none" else torch.ones((), device=device)
+        )
+        most = 127 if dtype == torch.int8 else 448
+        x = x.float().clamp(-3, 3)
+        if dtype == torch.int8:
+            steps = 1 if factors == "none" else 40
+            factor = factor / steps
+            values = (x * steps).nan_to_num(0).round().clamp(-most, most).to(torch.int8)
+        else:
+            values = x.to(dtype)
+        to[used] = values.view(torch.uint8)[used]
+        if factors == "slots":
+            factor = factor.masked_fill(~used[..., None], torch.nan)
+        if factors != "none":
+            descales[name] = factor
+        numbers = to.view(dtype).double()
+        rows.append([])
+        for b, place in enumerate(places):
+            own = factor
+            if factors in ("sequences", "slots"):
+                own = factor[b if factors == "sequences" else place]
+            rows[-1].append(numbers[place] * own.double()[..., None])
+    pairs = list(zip(*rows, strict=True))
+    return Cache(pool[0].view(dtype), pool[1].view(dtype), cache.table, cache.lengths, pairs), descales
+
+
 def _pool(
-    pages: int, size: int, heads: int, dims: tuple[int, int], device: str, dtype: torch.dtype, layout: str
+    pages: int,
+    size: int,
+    heads: int,
+    dims: tuple[int, int],
+    device: str,
+    dtype: torch.dtype,
+    layout: str,
+    fill: float = torch.nan,
 ) -> tuple[Tensor, Tensor]:
     """k and v full of NaN: each by itself, side by side in a token, or so with heads outside of rows."""
     like = {"device": device, "dtype": dtype}
     if layout == "apart":
-        k, v = (torch.full((pages, size, heads, dim), torch.nan, **like) for dim in dims)
+        k, v = (torch.full((pages, size, heads, dim), fill, **like) for dim in dims)
     elif layout == "together":
-        k, v = torch.full((pages, size, heads, sum(dims)), torch.nan, **like).split(dims, -1)
+        k, v = torch.full((pages, size, heads, sum(dims)), fill, **like).split(dims, -1)
     else:
-        whole = torch.full((pages, heads, size, sum(dims)), torch.nan, **like)
+        whole = torch.full((pages, heads, size, sum(dims)), fill, **like)
         k, v = whole.transpose(1, 2).split(dims, -1)
     return k, v
 

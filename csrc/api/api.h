@@ -42,9 +42,15 @@ BackwardOf<void> check_bwd, check_bwd_mod;
 
 void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
                      const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin,
-                     const OptionalTensor& positions, bool interleaved);
+                     const OptionalTensor& positions, bool interleaved, const OptionalTensor& k_descale,
+                     const OptionalTensor& v_descale);
 
 void check_condense(const Tensor& x, SymInt block_rows, SymInt block_cols);
+
+// Of a cache: 8 bits, e4m3 or int8.
+inline bool is_quantized(const Tensor& cache) {
+  return cache.scalar_type() == at::kFloat8_e4m3fn || cache.scalar_type() == at::kChar;
+}
 
 // The implementation of flash_ext::fwd_cached for GPUs (api/cached.cpp).
 ForwardOf<FwdResult> fwd_cached_gpu;
@@ -52,7 +58,8 @@ ForwardOf<FwdResult> fwd_cached_gpu;
 // The implementation of flash_ext::append_kv for GPUs (api/append.cpp).
 void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
                    const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin,
-                   const OptionalTensor& positions, bool interleaved);
+                   const OptionalTensor& positions, bool interleaved, const OptionalTensor& k_descale,
+                   const OptionalTensor& v_descale);
 
 // The implementation of flash_ext::condense for GPUs (api/condense.cpp).
 Tensor condense_gpu(const Tensor& x, SymInt block_rows, SymInt block_cols);

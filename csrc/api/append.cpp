@@ -34,6 +34,28 @@ void check_indices(const Tensor& t, const char* name, const Tensor& k_new) {
   TORCH_CHECK_VALUE(t.is_contiguous(), name, " must be contiguous. Call .contiguous() on it.");
 }
 
+// Given for each head, or token and head; or of the slots of the cache, where they are written.
+void check_descale(const OptionalTensor& t, const char* name, const Tensor& k_new, const Tensor& k_cache) {
+  if (!t.has_value()) return;
+  TORCH_CHECK_VALUE(is_quantized(k_cache), name, " belongs to a cache of torch.float8_e4m3fn or torch.int8, got ",
+                    text_of(k_cache), ".");
+  TORCH_CHECK_TYPE(t->scalar_type() == at::kFloat, name, " must be torch.float32, got ", text_of(*t), ".");
+  TORCH_CHECK_VALUE(t->device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(), ", got ",
+                    t->device(), ".");
+  const SymInt heads = k_new.sym_size(1);
+  bool fits = t->dim() <= 3;
+  if (t->dim() == 1) fits = same(t->sym_size(0), 1) || same(t->sym_size(0), heads);
+  if (t->dim() == 2) fits = same(t->sym_size(0), k_new.sym_size(0)) && same(t->sym_size(1), heads);
+  if (t->dim() == 3) {
+    fits = same(t->sym_size(0), k_cache.sym_size(0)) && same(t->sym_size(1), k_cache.sym_size(1)) &&
+           same(t->sym_size(2), heads);
+  }
+  TORCH_CHECK_VALUE(fits, name,
+                    " must have shape (num_heads,), (tokens, num_heads) or (num_pages, page_size, "
+                    "num_heads), got ",
+                    t->sym_sizes(), ".");
+}
+
 void check_no_gradient(const Tensor& t, const char* name) {
   TORCH_CHECK_NOT_IMPLEMENTED(!t.requires_grad() || !at::GradMode::is_enabled(), name,
                               " requires a gradient, and append_kv has none. Call it under torch.no_grad().");
@@ -44,7 +66,8 @@ void check_no_gradient(const Tensor& t, const char* name) {
 
 void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
                      const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin,
-                     const OptionalTensor& positions, bool) {
+                     const OptionalTensor& positions, bool, const OptionalTensor& k_descale,
+                     const OptionalTensor& v_descale) {
   const std::pair<const Tensor*, const char*> all[] = {
       {&k_new, "k_new"}, {&v_new, "v_new"}, {&k_cache, "k_cache"}, {&v_cache, "v_cache"}};
   for (const auto& [t, name] : all) {
@@ -52,8 +75,9 @@ void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_c
     TORCH_CHECK_VALUE(t->dim() == (is_new ? 3 : 4), name, " must have shape ",
                       is_new ? "(tokens, num_heads, head_dim)" : "(num_pages, page_size, num_heads, head_dim)",
                       ", got ", t->sym_sizes(), ".");
-    TORCH_CHECK_TYPE(t->scalar_type() == k_new.scalar_type(), name, " must have the dtype of k_new, got ", text_of(*t),
-                     " and ", text_of(k_new), ".");
+    TORCH_CHECK_TYPE(t->scalar_type() == (is_new || !is_quantized(k_cache) ? k_new : k_cache).scalar_type(), name,
+                     " must have the dtype of ", is_new || !is_quantized(k_cache) ? "k_new" : "k_cache", ", got ",
+                     text_of(*t), " and ", text_of(is_new || !is_quantized(k_cache) ? k_new : k_cache), ".");
     TORCH_CHECK_VALUE(t->device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(),
                       ", got ", t->device(), ".");
     TORCH_CHECK_VALUE(same(t->sym_stride(-1), 1) || same(t->sym_size(-1), 1), name,
@@ -81,6 +105,8 @@ void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_c
                     "k_cache and v_cache must have the same pages, got ", k_cache.sym_sizes(), " and ",
                     v_cache.sym_sizes(), ".");
   check_indices(slots, "slot_mapping", k_new);
+  check_descale(k_descale, "k_descale", k_new, k_cache);
+  check_descale(v_descale, "v_descale", k_new, k_cache);
   TORCH_CHECK_VALUE(cos.has_value() == sin.has_value() && cos.has_value() == positions.has_value(),
                     "cos, sin and positions of a rotary embedding must be given together.");
   if (!cos.has_value()) return;
@@ -108,13 +134,14 @@ void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_c
 
 void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
                    const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin,
-                   const OptionalTensor& positions, bool interleaved) {
-  check_append_kv(k_new, v_new, k_cache, v_cache, slots, cos, sin, positions, interleaved);
+                   const OptionalTensor& positions, bool interleaved, const OptionalTensor& k_descale,
+                   const OptionalTensor& v_descale) {
+  check_append_kv(k_new, v_new, k_cache, v_cache, slots, cos, sin, positions, interleaved, k_descale, v_descale);
   if (k_new.numel() == 0 && v_new.numel() == 0) return;
   if (k_cache.size(0) == 0 || k_cache.size(1) == 0) return;
   const OnDevice on_device(k_new);
   AppendParams p;
-  p.dtype = k_new.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
+  p.dtype = dtype_of(k_new);
   p.k_new = view_of(k_new), p.v_new = view_of(v_new);
   p.k_cache = view_of(k_cache), p.v_cache = view_of(v_cache);
   p.slots = slots.const_data_ptr();
@@ -139,6 +166,8 @@ void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cac
     r.of_token = positions->const_data_ptr();
     r.is_wide = positions->scalar_type() == at::kLong;
   }
+  p.cache_type = cache_type_of(k_cache);
+  p.k_factors = factors_of(k_descale), p.v_factors = factors_of(v_descale);
   for (const Tensor& cache : {k_cache, v_cache}) {  // as torch does in place: autograd notices what was saved before
     if (!cache.is_inference()) cache.unsafeGetTensorImpl()->bump_version();
   }
@@ -151,7 +180,7 @@ void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cac
 TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
   m.def(
       "append_kv(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor? cos, "
-      "Tensor? sin, Tensor? positions, bool interleaved) -> ()",
+      "Tensor? sin, Tensor? positions, bool interleaved, Tensor(c!)? k_descale=None, Tensor(d!)? v_descale=None) -> ()",
       {at::Tag::pt2_compliant_tag});
 }
 

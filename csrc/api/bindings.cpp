@@ -12,6 +12,7 @@
 #include "../build_info.h"
 #include "../path_choice.h"
 #include "api.h"
+#include "launch_words.h"
 #include "prepared.h"
 #include "tensors.h"
 
@@ -74,12 +75,14 @@ FwdResult fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const Op
                      const OptionalTensor& block_table, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
                      std::optional<double> scale, bool causal, int64_t window_size_left, int64_t window_size_right,
                      const OptionalTensor& slopes, const OptionalTensor& sinks, double softcap,
-                     const std::optional<std::string>& backend, bool want_lse, const OptionalTensor& tree) {
+                     const std::optional<std::string>& backend, bool want_lse, const OptionalTensor& tree,
+                     const OptionalTensor& k_descale, const OptionalTensor& v_descale) {
   CallArgs a = args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window_size_left,
                        window_size_right, false, backend);
   a.seqused_k = seqused_k, a.block_table = block_table;
   a.slopes = slopes, a.sinks = sinks, a.softcap = softcap;
   a.want_lse = want_lse, a.tree = tree;
+  a.k_descale = k_descale, a.v_descale = v_descale;
   return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
 }
 
@@ -159,6 +162,8 @@ py::dict dict_of(const Plan& plan) {
       one["dynamic"] = l.dynamic;
     }
     one["pdl"] = l.pdl;
+    if (l.variant != ScoreVariant::kPlain) one["variant"] = word_of(l.variant);
+    if (l.dq != DqMode::kNone) one["dq"] = word_of(l.dq);
     launches.append(one);
   }
   d["launches"] = launches;
@@ -190,6 +195,12 @@ Direction direction_of(const std::string& name) {
   return name == "fwd" ? Direction::kForward : Direction::kBackward;
 }
 
+DType dtype_named(const std::string& name) {
+  if (name == "float16") return DType::kFloat16;
+  if (name == "bfloat16") return DType::kBFloat16;
+  throw py::value_error("dtype must be 'float16' or 'bfloat16', got " + name);
+}
+
 // What would be launched for a problem given by numbers alone; no tensor and, with every fact of
 // the device given through switches, no GPU either.
 py::dict plan_of_numbers(const std::string& direction_name, const std::string& dtype, int32_t batch, int64_t seqlen_q,
@@ -198,9 +209,6 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
                          const std::vector<std::string>& modifiers, const std::optional<std::string>& backend,
                          int device, const std::optional<std::array<int, 5>>& gpu, bool tma) {
   const Direction direction = direction_of(direction_name);
-  if (dtype != "float16" && dtype != "bfloat16") {
-    throw py::value_error("dtype must be 'float16' or 'bfloat16', got " + dtype);
-  }
   if (num_heads == 0 && num_heads_k == 0) {  // nothing runs, as without batch entries
     batch = 0;
     num_heads = num_heads_k = 1;
@@ -213,7 +221,7 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
   }
   static const int32_t no_cu_seqlens = 0;  // never read: plans look at metadata only
   Problem p;
-  p.dtype = dtype == "float16" ? DType::kFloat16 : DType::kBFloat16;
+  p.dtype = dtype_named(dtype);
   p.batch = batch;
   p.num_heads = num_heads;
   p.num_heads_k = num_heads_k;

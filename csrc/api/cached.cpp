@@ -29,6 +29,16 @@ KvCache cache_of(const Tensor& k, const CallArgs& a) {
   return c;
 }
 
+// In units of 16 bits, as kernels copy it.
+StridedView view_of_bytes(const Tensor& t, const char* name) {
+  StridedView x = view_of(t);
+  TORCH_CHECK_VALUE(is_row_aligned(t), "rows of ", name, " must start on 16 bytes where it has 8 bits, got strides ",
+                    t.strides(), ". Call .contiguous() on it.");
+  x.batch_stride /= 2, x.row_stride /= 2, x.head_stride /= 2;
+  x.aligned = true;
+  return x;
+}
+
 Problem cached_problem(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a, const KvCache& c) {
   Problem p = heads_of(q, k, v);
   if (a.cu_seqlens_q.has_value()) {
@@ -82,13 +92,15 @@ FwdResult fwd_cached_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
   return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
 }
 
-// q takes the dtype of the cache, which is not copied.
+// q takes the dtype of the cache, which is not copied; beside one of 8 bits that of autocast.
 template <c10::DeviceType kDevice>
 FwdResult fwd_cached_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  return FwdCachedOperator::call("flash_ext::fwd_cached", at::autocast::cached_cast(k.scalar_type(), q, kDevice), k, v,
-                                 a);
+  const bool is_half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
+  if (is_quantized(k) && is_half) return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
+  const auto dtype = is_quantized(k) ? at::autocast::get_autocast_dtype(kDevice) : k.scalar_type();
+  return FwdCachedOperator::call("flash_ext::fwd_cached", at::autocast::cached_cast(dtype, q, kDevice), k, v, a);
 }
 
 }  // namespace
@@ -115,6 +127,8 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
     return {out, lse};
   }
   auto params = params_of<FwdParams>(problem, q, k, v, out);
+  const CacheType type = cache_type_of(k);
+  if (type != CacheType::k16Bit) params.k = view_of_bytes(k, "k"), params.v = view_of_bytes(v, "v");
   params.lse = lse_pointer(lse, a.want_lse);
   params.stream = stream_handle(q.device());
   const Modifiers modifiers = cached_modifiers(a, problem);
@@ -124,13 +138,17 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
                         .modifiers = is_modified ? &modifiers : nullptr,
                         .constraints = choice.constraints,
                         .cache = &cache,
+                        .cache_type = type,
                         .most_queries = a.max_seqlen_q.expect_int(),
                         .most_keys = a.max_seqlen_k.expect_int()};
   const Plan plan = required_forward_plan(path, request, info, q);
   const Tensor workspace = workspace_of(plan, q);
-  launch(
-      path,
-      FwdCall{.plan = plan, .p = params, .modifiers = modifiers, .workspace = pointer_to(workspace), .cache = cache});
+  launch(path, FwdCall{.plan = plan,
+                       .p = params,
+                       .modifiers = modifiers,
+                       .workspace = pointer_to(workspace),
+                       .cache = cache,
+                       .quantized = {factors_of(a.k_descale), factors_of(a.v_descale)}});
   return {out, lse};
 }
 

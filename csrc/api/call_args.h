@@ -25,6 +25,7 @@ struct CallArgs {
   OptionalTensor dlse;  // of a backward: the gradient of lse
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // (batch + 1,) int32; none: dense
   OptionalTensor seqused_k, block_table;  // of a forward over a cache: (batch,), (batch, max_pages) int32
+  OptionalTensor k_descale, v_descale;  // of the same in 8 bits: fp32, of heads or of slots and heads
   OptionalTensor tree;  // of the same: a word for each row of q, (total_q,) or (batch, seqlen_q) int64
   SymInt max_seqlen_q = 0, max_seqlen_k = 0;  // 0: not known; for FLOP counts alone
   double scale = 1.;
@@ -84,10 +85,10 @@ inline constexpr std::tuple kNeeds{FLASH_EXT_FIELD(need_qkv), FLASH_EXT_FIELD(ne
 inline constexpr std::tuple kEnd{FLASH_EXT_FIELD(deterministic), FLASH_EXT_FIELD(backend)};
 inline constexpr std::tuple kWide{FLASH_EXT_FIELD(wide)};
 inline constexpr std::tuple kWantLse{FLASH_EXT_FIELD(want_lse)};
-inline constexpr std::tuple kTree{FLASH_EXT_FIELD(tree)};
+inline constexpr std::tuple kLater{FLASH_EXT_FIELD(tree), FLASH_EXT_FIELD(k_descale), FLASH_EXT_FIELD(v_descale)};
 
 // What the rules are about: all but `wide` and `want_lse`.
-inline constexpr auto kCachedChecked = std::tuple_cat(kCachedOptions, kTree);
+inline constexpr auto kCachedChecked = std::tuple_cat(kCachedOptions, kLater);
 inline constexpr auto kFwdChecked = std::tuple_cat(kProblem, kEnd);
 inline constexpr auto kBwdChecked = std::tuple_cat(kDlse, kProblem, kEnd);
 inline constexpr auto kFwdModChecked = std::tuple_cat(kProblem, kModifiers, kRowMax, kEnd);
@@ -98,7 +99,7 @@ inline constexpr auto kPrepared = std::tuple_cat(kProblem, kModifiers);
 
 inline constexpr auto kFwd = std::tuple_cat(kFwdChecked, kWide, kWantLse);
 inline constexpr auto kBwd = std::tuple_cat(kBwdChecked, kWide);
-inline constexpr auto kCached = std::tuple_cat(kCachedOptions, kWantLse, kTree);
+inline constexpr auto kCached = std::tuple_cat(kCachedOptions, kWantLse, kLater);
 inline constexpr auto kFwdMod = std::tuple_cat(kFwdModChecked, kWide, kWantLse);
 inline constexpr auto kBwdMod = std::tuple_cat(kBwdModChecked, kWide);
 }  // namespace fields
@@ -149,13 +150,14 @@ struct OperatorOf<R, kFields, std::index_sequence<T...>, std::index_sequence<F..
     return op.call(tensors..., (args.*std::get<F>(kFields).member)...);
   }
 
-  // `tensors`: "Tensor q, Tensor k, Tensor v", `results`: "(Tensor out, Tensor lse)". `wide`, `want_lse` and `tree` have
-  // defaults because they came later: programs that were exported before keep working.
+  // `tensors`: "Tensor q, Tensor k, Tensor v", `results`: "(Tensor out, Tensor lse)". Some fields have defaults
+  // because they came later: programs that were exported before keep working.
   static std::string schema(std::string_view name, std::string_view tensors, std::string_view results) {
     std::string text = std::string(name) + "(" + std::string(tensors);
     const auto add = [&](std::string_view type, std::string_view field) {
       text += ", " + std::string(type) + " " + std::string(field);
-      text += field == "wide" ? "=False" : field == "want_lse" ? "=True" : field == "tree" ? "=None" : "";
+      const bool is_none = field == "tree" || field == "k_descale" || field == "v_descale";
+      text += field == "wide" ? "=False" : field == "want_lse" ? "=True" : is_none ? "=None" : "";
     };
     (add(schema_type<ValueOf<F>>(), std::get<F>(kFields).name), ...);
     return text + ") -> " + std::string(results);

@@ -15,15 +15,11 @@
 
 #include "../condensed.h"
 #include "../path_choice.h"
-#include "api.h"
+#include "checks.h"
 
 namespace flash_ext {
-namespace {
+namespace checks {
 
-constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
-
-// Comparisons that also work for sizes not known while tracing: those become run-time assertions.
 // Plain numbers, the case of every real call, are compared in place.
 bool equal(const SymInt& a, const SymInt& b) {
   const auto x = a.maybe_as_int(), y = b.maybe_as_int();
@@ -59,7 +55,7 @@ void check_devices(const Tensor& q, const Tensor& k, const Tensor& v) {
                     q.device(), ", k on ", k.device(), ", v on ", v.device(), ". Move them with .to(q.device).");
 }
 
-void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v, bool autocasts = true) {
+void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v, bool autocasts) {
   const auto dtype = q.scalar_type();
   const bool same = dtype == k.scalar_type() && dtype == v.scalar_type();
   const bool known = is_reduced(dtype) || (is_wide(dtype) && !q.is_cuda());
@@ -203,9 +199,6 @@ void check_row_statistic(const Tensor& t, const char* name, const Tensor& q) {
 
 // ---- modifiers ----------------------------------------------------------------------------------
 
-// What a dimension may be; nothing: any size.
-using Sizes = std::vector<SymInt>;
-
 bool is_any_of(const SymInt& size, const Sizes& allowed) {
   return allowed.empty() || std::any_of(allowed.begin(), allowed.end(), [&](const SymInt& one) {
            const auto x = size.maybe_as_int(), y = one.maybe_as_int();
@@ -331,7 +324,9 @@ void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
                  false);
 }
 
-}  // namespace
+}  // namespace checks
+
+using namespace checks;
 
 void check_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   check_devices(q, k, v);
@@ -341,79 +336,6 @@ void check_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs
   check_unit_stride(q, "q");
   check_unit_stride(k, "k");
   check_unit_stride(v, "v");
-  check_options(q, a);
-}
-
-// Of a call over a cache: numbers that the device holds.
-static void check_numbers(const Tensor& t, const char* name, const Tensor& q, int64_t dims, const char* shape,
-                          const SymInt& batch) {
-  TORCH_CHECK_TYPE(t.scalar_type() == at::kInt, name, " must be torch.int32, got ", dtype_of(t),
-                   ". Convert it with .to(torch.int32).");
-  TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", t.device(),
-                    ".");
-  TORCH_CHECK_VALUE(t.dim() == dims && equal(t.sym_size(0), batch), name, " must have shape ", shape, " with batch ",
-                    batch, ", got ", shape_of(t), ".");
-  TORCH_CHECK_VALUE(equal(t.sym_stride(-1), 1) || at_most(t.sym_size(-1), 1), name,
-                    " must have stride 1 in its last dimension, got strides ", t.sym_strides(),
-                    ". Call .contiguous() on it.");
-}
-
-// The words stand for 64 new keys. A window and slopes count keys in order, which in a tree is not that of a path.
-static void check_tree(const Tensor& q, const SymInt& batch, const CallArgs& a) {
-  if (!a.tree.has_value()) return;
-  const bool packed = a.cu_seqlens_q.has_value();
-  check_modifier(a.tree, "tree", q, {at::kLong},
-                 packed ? std::vector<Sizes>{{q.sym_size(0)}} : std::vector<Sizes>{{batch}, {q.sym_size(1)}}, true);
-  TORCH_CHECK_VALUE(packed || at_most(q.sym_size(1), 64), "a tree has at most 64 new tokens a sequence, got ",
-                    q.sym_size(1), ". Split the call.");
-  TORCH_CHECK_NOT_IMPLEMENTED(a.window_size_left == -1 && a.window_size_right == -1 && !a.slopes.has_value(),
-                              "a tree takes the place of causal, and has neither a window nor ALiBi beside it, which "
-                              "count keys in their order in the cache.");
-}
-
-void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
-  check_devices(q, k, v);
-  check_dtypes(q, k, v, false);
-  const bool packed = a.cu_seqlens_q.has_value(), in_pages = a.block_table.has_value();
-  TORCH_CHECK_VALUE(q.dim() == (packed ? 3 : 4), "q must have shape ",
-                    packed ? "(total_q, num_heads, head_dim)" : "(batch, seqlen_q, num_heads, head_dim)", ", got ",
-                    shape_of(q), ".");
-  if (packed) check_cu_seqlens(*a.cu_seqlens_q, "cu_seqlens_q", q);
-  const SymInt batch = packed ? a.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
-  const bool in_rows = !in_pages && a.cu_seqlens_k.has_value();
-  const char* const layout = in_pages  ? "(num_pages, page_size, num_heads, head_dim)"
-                             : in_rows ? "(total_k, num_heads, head_dim)"
-                                       : "(batch, seqlen_k, num_heads, head_dim)";
-  for (const auto& [t, name] : {std::pair{&k, "k"}, {&v, "v"}}) {
-    TORCH_CHECK_VALUE(t->dim() == (in_rows ? 3 : 4), name, " must have shape ", layout,
-                      in_pages ? " with block_table" : "", ", got ", shape_of(*t), ".");
-    TORCH_CHECK_VALUE(equal(t->sym_size(0), k.sym_size(0)), "v must have the ", in_pages ? "pages" : "entries",
-                      " of k, ", k.sym_size(0), ", got ", v.sym_size(0), ".");
-    check_unit_stride(*t, name);
-  }
-  check_unit_stride(q, "q");
-  check_shapes(q, k, v);
-  if (in_pages) {
-    check_numbers(*a.block_table, "block_table", q, 2, "(batch, max_pages)", batch);
-    TORCH_CHECK_VALUE(at_most(1, k.sym_size(1)), "a page of k must hold at least 1 key, got shape ", shape_of(k), ".");
-    TORCH_CHECK_VALUE(a.seqused_k.has_value(),
-                      "seqused_k must be given with block_table: the length of each sequence.");
-  } else if (in_rows) {
-    check_cu_seqlens(*a.cu_seqlens_k, "cu_seqlens_k", q);
-    TORCH_CHECK_VALUE(equal(a.cu_seqlens_k->sym_size(0), batch + 1), "cu_seqlens_k must have ", batch + 1,
-                      " bounds, one more than there are sequences, got ", a.cu_seqlens_k->sym_size(0), ".");
-  } else {
-    TORCH_CHECK_VALUE(at_most(batch, k.sym_size(0)), "k must have an entry for each of ", batch, " sequences, got ",
-                      k.sym_size(0), ".");
-  }
-  if (a.seqused_k.has_value()) check_numbers(*a.seqused_k, "seqused_k", q, 1, "(batch,)", batch);
-  check_of_heads(q, batch, a);
-  check_tree(q, batch, a);
-  for (const SymInt& size : {q.sym_size(0), q.sym_size(-3), q.sym_size(-2), k.sym_size(0), k.sym_size(-3)}) {
-    TORCH_CHECK_VALUE(size.maybe_as_int().value_or(0) <= kMaxInt32,
-                      "every dimension of q and k must be below 2**31, got q ", shape_of(q), ", k ", shape_of(k),
-                      ". Split the call.");
-  }
   check_options(q, a);
 }
 

@@ -56,7 +56,7 @@ Problem fp8_problem(const Tensor& q, const Tensor& k, const Tensor& v, int64_t h
                         ", got ", t.size(i), ". Split the call.");
     }
   }
-  p.dtype = dtype == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
+  p.dtype = dtype_of(dtype);
   p.num_heads = static_cast<int32_t>(q.size(-2));
   p.num_heads_k = static_cast<int32_t>(k.size(-2));
   p.head_dim = static_cast<int32_t>(q.size(-1));

@@ -1,6 +1,7 @@
 // From the arguments of a call with modifiers to what the kernels read (modifiers.h).
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -207,78 +208,96 @@ Tensor place_gradient(BiasGradient& g, int splits, const Part& part, const Tenso
   return to;
 }
 
+namespace {
+
+// How a plan is asked about a modifier. Null: biases, which depend on the problem.
+struct NamedModifier {
+  std::string_view name;
+  void (*put)(Modifiers&);
+};
+
+template <typename T>
+const T* something() {  // never read
+  static const int64_t number = 0;
+  return reinterpret_cast<const T*>(&number);
+}
+
+constexpr NamedModifier kNamedModifiers[] = {
+    {"softcap", [](Modifiers& m) { m.softcap = 30.f, m.inv_softcap = 1.f / 30.f; }},
+    {"alibi", [](Modifiers& m) { m.by_distance.slopes = something<float>(); }},
+    {"bias", nullptr},
+    {"bias_gradient", nullptr},
+    {"full_bias", nullptr},
+    {"full_bias_gradient", nullptr},
+    {"float_bias", nullptr},
+    {"float_bias_gradient", nullptr},
+    {"relative", nullptr},
+    {"relative_gradient", nullptr},
+    {"dropout", [](Modifiers& m) { m.rng = something<int64_t>(), m.drop_below = 6554; }},
+    {"mask", [](Modifiers& m) { m.mask.words = something<uint32_t>(), m.mask.row_stride = 1; }},
+    {"key_padding", [](Modifiers& m) { m.mask.words = something<uint32_t>(); }},
+    {"blocks", [](Modifiers& m) { m.blocks.words = something<uint32_t>(), m.block_rows = 128; }},
+    {"documents", [](Modifiers& m) { m.document_q.ids = m.document_k.ids = something<int32_t>(); }},
+    {"hidden_rows", [](Modifiers& m) { m.hidden_rows.count = 1; }},
+    {"hidden_keys", [](Modifiers& m) { m.hidden_keys.count = 1; }},
+    {"chunk", [](Modifiers& m) { m.chunk = 1024; }},
+    {"prefix", [](Modifiers& m) { m.prefix_lens = something<int32_t>(); }},
+    {"sink_tokens", [](Modifiers& m) { m.sink_tokens = 4; }},
+    {"sinks", [](Modifiers& m) { m.sinks = something<float>(); }},
+};
+
+// (1, num_heads, seqlen_q, seqlen_k), rows on 16 bytes; full: (batch, ...), rows side by side; float: in fp32.
+void put_bias(Modifiers& m, BiasGradient& dbias, const Problem& p, bool is_full, bool is_float) {
+  BiasView& b = m.bias;
+  b.ptr = something<int64_t>();
+  b.rows = p.is_varlen() ? static_cast<int32_t>(p.total_q) : p.seqlen_q;
+  b.cols = p.is_varlen() ? static_cast<int32_t>(p.total_k) : p.seqlen_k;
+  b.row_stride = is_full ? b.cols : (b.cols + 7) / 8 * 8;
+  b.col_stride = 1;
+  b.head_stride = b.row_stride * b.rows;
+  if (is_full && p.batch > 1) b.batch_stride = b.head_stride * p.num_heads;
+  b.is_float = is_float;
+  b.aligned = b.row_stride % 8 == 0;
+  b.staged = b.aligned && !is_float;
+  b.is_unaligned = !b.aligned;
+  b.has_room = true;
+  dbias.batch = is_full ? p.batch : 1;
+  dbias.heads = p.num_heads;
+  dbias.rows = b.rows;
+  dbias.cols = b.cols;
+  dbias.is_float = is_float;
+}
+
+// A table of 257 entries a head.
+void put_table(Modifiers& m, BiasGradient& dbias, const Problem& p) {
+  m.by_distance.table = something<float>();
+  m.by_distance.reach = dbias.reach = 128;
+  dbias.heads = p.num_heads;
+  dbias.cols = 257;
+  dbias.sum_rows = dbias.sum_cols = true;
+}
+
+}  // namespace
+
 NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Problem& p) {
-  static const int64_t something = 0;  // never read
   Modifiers& m = modifiers;
   for (const std::string& name : names) {
-    std::string_view of_bias = name;
-    if (constexpr std::string_view kGradient = "_gradient"; name.ends_with(kGradient)) {
-      of_bias.remove_suffix(kGradient.size());
+    const auto* const found = std::ranges::find(kNamedModifiers, name, &NamedModifier::name);
+    if (found == std::end(kNamedModifiers)) {
+      std::string known;
+      for (const NamedModifier& one : kNamedModifiers) known += (known.empty() ? "" : ", ") + std::string(one.name);
+      throw std::invalid_argument("unknown modifier '" + name + "'; known: " + known);
     }
-    if (name == "softcap") {
-      m.softcap = 30.f;
-      m.inv_softcap = 1.f / 30.f;
-    } else if (name == "alibi") {
-      m.by_distance.slopes = reinterpret_cast<const float*>(&something);
-    } else if (of_bias == "bias" || of_bias == "full_bias" || of_bias == "float_bias") {
-      // (1, num_heads, seqlen_q, seqlen_k), rows on 16 bytes; full: (batch, ...), rows side by side; float: in fp32
-      const bool is_full = of_bias == "full_bias", is_float = of_bias == "float_bias";
-      BiasView& b = m.bias;
-      b.ptr = &something;
-      b.rows = p.is_varlen() ? static_cast<int32_t>(p.total_q) : p.seqlen_q;
-      b.cols = p.is_varlen() ? static_cast<int32_t>(p.total_k) : p.seqlen_k;
-      b.row_stride = is_full ? b.cols : (b.cols + 7) / 8 * 8;
-      b.col_stride = 1;
-      b.head_stride = b.row_stride * b.rows;
-      if (is_full && p.batch > 1) b.batch_stride = b.head_stride * p.num_heads;
-      b.is_float = is_float;
-      b.aligned = b.row_stride % 8 == 0;
-      b.staged = b.aligned && !is_float;
-      b.is_unaligned = !b.aligned;
-      b.has_room = true;
-      dbias.batch = is_full ? p.batch : 1;
-      dbias.heads = p.num_heads;
-      dbias.rows = b.rows;
-      dbias.cols = b.cols;
-      dbias.is_float = is_float;
-      wants_dbias = wants_dbias || name.ends_with("_gradient");
-    } else if (name == "relative" || name == "relative_gradient") {  // a table of 257 entries a head
-      m.by_distance.table = reinterpret_cast<const float*>(&something);
-      m.by_distance.reach = dbias.reach = 128;
-      dbias.heads = p.num_heads;
-      dbias.cols = 257;
-      dbias.sum_rows = dbias.sum_cols = true;
-      wants_dbias = wants_dbias || name == "relative_gradient";
-    } else if (name == "dropout") {
-      m.rng = &something;
-      m.drop_below = 6554;
-    } else if (name == "mask") {
-      m.mask.words = reinterpret_cast<const uint32_t*>(&something);
-      m.mask.row_stride = 1;
-    } else if (name == "key_padding") {
-      m.mask.words = reinterpret_cast<const uint32_t*>(&something);
-    } else if (name == "blocks") {
-      m.blocks.words = reinterpret_cast<const uint32_t*>(&something);
-      m.block_rows = 128;
-    } else if (name == "documents") {
-      m.document_q.ids = m.document_k.ids = reinterpret_cast<const int32_t*>(&something);
-    } else if (name == "hidden_rows" || name == "hidden_keys") {
-      (name == "hidden_rows" ? m.hidden_rows : m.hidden_keys).count = 1;
-    } else if (name == "chunk") {
-      m.chunk = 1024;
-    } else if (name == "prefix") {
-      m.prefix_lens = reinterpret_cast<const int32_t*>(&something);
-    } else if (name == "sink_tokens") {
-      m.sink_tokens = 4;
-    } else if (name == "sinks") {
-      m.sinks = reinterpret_cast<const float*>(&something);
+    if (found->put != nullptr) {
+      found->put(m);
+      continue;
+    }
+    if (name.starts_with("relative")) {
+      put_table(m, dbias, p);
     } else {
-      throw std::invalid_argument(
-          "unknown modifier '" + name +
-          "'; known: softcap, alibi, bias, bias_gradient, full_bias, full_bias_gradient, float_bias, "
-          "float_bias_gradient, relative, relative_gradient, dropout, mask, key_padding, blocks, documents, hidden_rows, "
-          "hidden_keys, chunk, prefix, sink_tokens, sinks");
+      put_bias(m, dbias, p, name.starts_with("full"), name.starts_with("float"));
     }
+    wants_dbias = wants_dbias || name.ends_with("_gradient");
   }
   m.has_score_mod = m.softcap > 0 || m.adds();
 }

@@ -2,11 +2,12 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <iterator>
 #include <limits>
 #include <memory>
 #include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 
 #include "api.h"
 #include "fp8.h"
@@ -99,15 +100,22 @@ Tensor gradient_of_sinks(const Tensor& sinks, const Tensor& lse, const Tensor& s
 // Whether dq, dk and dv are those of a backward without modifiers from the same out and lse: where nothing but sinks is
 // asked for, which add to the denominator that lse holds and are no part of the scores.
 bool is_plain_given_lse(const Problem& p, const CallArgs& a) {
-  const OptionalTensor* const others[] = {&a.bias,        &a.mask,        &a.document_q, &a.document_k, &a.prefix_lens,
-                                          &a.hidden_rows, &a.hidden_keys, &a.blocks,     &a.slopes};
-  if (std::any_of(std::begin(others), std::end(others), [](const OptionalTensor* t) { return t->has_value(); })) {
-    return false;
-  }
   // Where there is no window, or rows and keys are as many, both alignments are one.
-  const bool is_aligned =
-      !a.top_left || (p.window_left < 0 && p.window_right < 0) || (!p.is_varlen() && p.seqlen_q == p.seqlen_k);
-  return is_aligned && a.softcap == 0 && a.dropout_p == 0 && a.sink_tokens == 0 && a.chunk == 0;
+  const bool has_one_alignment =
+      (p.window_left < 0 && p.window_right < 0) || (!p.is_varlen() && p.seqlen_q == p.seqlen_k);
+  const CallArgs nothing;
+  const auto is_off = [&](const auto& field) {
+    // Numbers of rng and sizes of blocks say nothing without a dropout_p or blocks.
+    const bool is_free = field.name == "sinks" || field.name == "rng" || field.name == "block_rows" ||
+                         field.name == "block_cols" || (field.name == "top_left" && has_one_alignment);
+    const auto& value = a.*field.member;
+    if constexpr (std::is_same_v<std::remove_cvref_t<decltype(value)>, OptionalTensor>) {
+      return is_free || !value.has_value();
+    } else {
+      return is_free || value == nothing.*field.member;
+    }
+  };
+  return std::apply([&](const auto&... field) { return (is_off(field) && ...); }, fields::kModifiers);
 }
 
 // Into `gradients`. is_modified: the operator with modifiers, whose own gradients come last, else undefined.

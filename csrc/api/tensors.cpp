@@ -25,6 +25,8 @@ bool is_packed(const Tensor& t) { return t.dim() == 3; }
 // A dimension of size 1 has no meaningful stride, so it neither counts nor travels.
 int64_t stride_or_zero(const Tensor& t, int64_t dim) { return t.size(dim) > 1 ? t.stride(dim) : 0; }
 
+}  // namespace
+
 bool is_row_aligned(const Tensor& t) {
   constexpr int64_t kBytes = 16;
   const int64_t elements = kBytes / static_cast<int64_t>(t.element_size());
@@ -34,8 +36,6 @@ bool is_row_aligned(const Tensor& t) {
   }
   return true;
 }
-
-}  // namespace
 
 bool is_tma_ready(const Tensor& t) {
   if (!is_row_aligned(t) || get_switch(Switch::kUnaligned) == 1) return false;
@@ -53,6 +53,21 @@ StridedView view_of(const Tensor& t) {
   return view;
 }
 
+CacheFactors factors_of(const OptionalTensor& t) {
+  CacheFactors f;
+  if (!t.has_value()) return f;
+  f.ptr = t->const_data_ptr<float>();
+  f.of_slots = t->dim() == 3;
+  if (t->dim() > 0) f.head_stride = stride_or_zero(*t, -1);
+  if (t->dim() > 1) f.batch_stride = stride_or_zero(*t, 0);
+  if (f.of_slots) f.row_stride = stride_or_zero(*t, 1);
+  return f;
+}
+
+CacheType cache_type_of(const Tensor& k) {
+  return !is_quantized(k) ? CacheType::k16Bit : k.scalar_type() == at::kChar ? CacheType::kInt8 : CacheType::kE4m3;
+}
+
 void fill_with_sinks(const Tensor& lse, const Tensor& sinks, const OptionalTensor& cu_seqlens_q) {
   const Tensor each = sinks.unsqueeze(-1).expand_as(lse);
   if (!cu_seqlens_q.has_value()) {
@@ -64,9 +79,9 @@ void fill_with_sinks(const Tensor& lse, const Tensor& sinks, const OptionalTenso
   }
 }
 
-static DType dtype_of(const Tensor& t) {
-  if (t.scalar_type() == at::kHalf) return DType::kFloat16;
-  TORCH_CHECK(t.scalar_type() == at::kBFloat16, "flash_ext has no kernels for ", t.scalar_type());
+DType dtype_of(at::ScalarType type) {
+  if (type == at::kHalf) return DType::kFloat16;
+  TORCH_CHECK(type == at::kBFloat16, "flash_ext has no kernels for ", type);
   return DType::kBFloat16;
 }
 

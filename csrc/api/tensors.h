@@ -30,8 +30,13 @@ int32_t clamp_to_int32(int64_t value);
 // that the call runs as one without it. `top_left`: Modifiers::top_left.
 void set_window(Problem& p, int64_t left, int64_t right, bool top_left = false);
 
+// That kernels are compiled for; others are refused.
+DType dtype_of(at::ScalarType type);
+inline DType dtype_of(const Tensor& t) { return dtype_of(t.scalar_type()); }
+
 // Whether TMA can read it (Problem::tma_ready).
 bool is_tma_ready(const Tensor& t);
+bool is_row_aligned(const Tensor& t);  // every row starts on 16 bytes
 
 // Whether a backward is deterministic: where it is asked for (api/api.h), and in the batch-invariant mode, because
 // which order of additions pays depends on the batch.
@@ -41,6 +46,10 @@ inline bool is_deterministic(bool asked, const DeviceInfo& info) {
 
 // `aligned` holds when every row starts on a 16-byte boundary.
 StridedView view_of(const Tensor& t);
+
+// Of a cache and its factors: none, or fp32 as k_descale has them.
+CacheType cache_type_of(const Tensor& k);
+CacheFactors factors_of(const OptionalTensor& t);
 
 // What a problem has of the heads of its tensors, and whether TMA can read them; without lengths.
 Problem heads_of(const Tensor& q, const Tensor& k, const Tensor& v);

@@ -34,11 +34,14 @@ struct CachedKeys {
 
   // Elements from the first one of a head to row `row` < length.
   __device__ __forceinline__ int64_t offset(const KvCache& c, const StridedView& x, int row) const {
+    return offset(c, x.batch_stride, x.row_stride, row);
+  }
+  __device__ __forceinline__ int64_t offset(const KvCache& c, int64_t page_stride, int64_t row_stride, int row) const {
     const uint32_t number = divide(row, c.page_size);
     const uint32_t in_page = row - number * c.page_size.divisor;
     int32_t at = page;
     if (table != nullptr) at = min(max(table[number], 0), c.num_pages - 1);
-    return at * x.batch_stride + (start + in_page) * x.row_stride;
+    return at * page_stride + (start + in_page) * row_stride;
   }
 };
 

@@ -120,7 +120,7 @@ struct ScoreMod {
     return {lo / kBlockM, hi / kBlockM + 1};
   }
 
-  // Bounds of the labels of positions [first, last] (absolute), from groups that may reach beyond them. kAtOnce, here and
+  // Bounds of the ids of positions [first, last] (absolute), from groups that may reach beyond them. kAtOnce, here and
   // below: how many independent loads are in flight, bounded by registers.
   template <int kAtOnce = 1>
   __device__ int2 document_bounds(const DocumentIds& x, int first, int last, int64_t start) const {

@@ -52,7 +52,7 @@ void push_row_stats(Req r, Dev d, Plan& p, KernelId k, int head_dim, int head_di
   l.dq = dq;
 }
 void push_dq_convert(Req r, Dev d, Plan& p, int head_dim, bool pdl) {
-  Launch& l = p.push(pass(KernelId::kDqConvert90, head_dim, head_dim, 0, 128, pdl));
+  Launch& l = p.push(pass(KernelId::kDqConvert90, head_dim, head_dim, 0, sm90::kDqConvertThreads, pdl));
   l.grid = make_grid(r.problem, d, true, sm90::BwdTile::kBlockM);
   l.ctas = l.tiles = l.grid.ctas;
 }
@@ -206,8 +206,8 @@ ScoreVariant split_variant(Req r) {
 }
 
 // Into how many parts the sum of a gradient that has rows and columns of its own is divided. A CTA owns 128 x 128
-// elements and takes a step for each head and batch entry that they are shared by. Steps of about 2 us on an H200 set the
-// time; a part costs a fiftieth of one where it is added up.
+// elements and takes a step for each head and batch entry that they are shared by. Steps set the time; a part costs a
+// fiftieth of one where it is added up.
 int splits_of_matrix(const BiasGradient& g, const Problem& p, Dev d) {
   constexpr int64_t kMostBytes = int64_t{64} << 20;
   const int64_t numel = int64_t{1} * g.batch * g.heads * g.rows * g.cols, owners = g.tiles(128, 128);
@@ -394,7 +394,7 @@ constexpr Row kHopper[] = {
     {F::kBwd, "sm90.bwd.split_short", supports_split_short, prefers_split_short, build_split<true>, E::kSplitBwdShort},
     {F::kBwd, "sm90.bwd.dq_ordered", supports_fused, prefers_ordered, build_fused<DqMode::kOrdered>, E::kOrderedShort},
     {F::kBwd, "sm90.bwd.dq_pool", supports_pool, nullptr, build_fused<DqMode::kPool>, E::kDqPool},
-    {F::kBwd, "sm90.bwd.dq_atomic", supports_atomic, nullptr, build_fused<DqMode::kAtomic>, E::kNone},
+    {F::kBwd, "sm90.bwd.dq_atomic", supports_atomic, nullptr, build_fused<DqMode::kAtomic>, E::kGrid},
     {F::kBwd, "sm80.bwd", always, nullptr, build_portable, E::kNone},
 
     {F::kBwdMod, "sm80.bwd_mod.short", supports_short_mod, nullptr, build_short_mod, E::kShort},
@@ -411,6 +411,8 @@ constexpr Row kPortable[] = {
     {F::kBwdMod, "bwd_mod.other_gradients", supports_others, nullptr, build_others, E::kNone},
     {F::kBwdMod, "sm80.bwd_mod", always, nullptr, build_portable_mod, E::kNone},
 };
+
+static_assert(have_evidence(kHopper) && have_evidence(kPortable));
 
 }  // namespace
 

@@ -7,6 +7,7 @@ namespace flash_ext::plans {
 
 bool supports_cached(Req r, Dev d);
 bool supports_cached_mod(Req r, Dev d);
+bool supports_quantized(Req r, Dev d);
 bool supports_cached_tma(Req r, Dev d);
 bool supports_packed(Req r, Dev d);
 bool supports_packed_dense(Req r, Dev d);
@@ -17,5 +18,6 @@ void build_packed_dense(Req r, Dev d, Plan& p);
 void build_cached_hopper(Req r, Dev d, Plan& p);
 void build_cached_portable(Req r, Dev d, Plan& p);
 void build_cached_mod(Req r, Dev d, Plan& p);
+void build_quantized(Req r, Dev d, Plan& p);
 
 }  // namespace flash_ext::plans

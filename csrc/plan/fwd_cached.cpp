@@ -29,11 +29,16 @@ int packed_rows(const Problem& p) {
   return packed_tile(p).block_m() / group * group;
 }
 
+SplitTile tile_of(Req r, int rows) {
+  const int size = padded_split_head_dim(r.problem.head_dim, r.problem.head_dim_v);
+  return r.cache_type == CacheType::k16Bit ? split_tile(size, rows) : quantized_tile(size, rows);
+}
+
 // Which kernel takes more rows than the tiles of 16 do: the portable one, or packed tiles on Hopper.
 enum class Wide { kPortable, kPacked };
 
 KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wide) {
-  constexpr int kKeysOfPart = 512, kLeastKeys = 256, kLeastKeysOfWaves = 2048;
+  constexpr int kKeysOfPart = 512, kLeastKeys = 256, kLeastBytesOfWaves = 4096;
   const Problem& x = r.problem;
   int64_t keys = r.cache->max_keys;
   if (r.most_keys > 0) keys = std::min(keys, r.most_keys);
@@ -51,25 +56,31 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wid
     c.splits = static_cast<int>(std::clamp<int64_t>((keys + kKeysOfPart - 1) / kKeysOfPart, 1, kMaxSplits));
     c.keys_of_part = kKeysOfPart;
   } else {
-    const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
-    const SplitTile t = split_tile(size, rows <= kNarrowRows ? 16 : 64);
+    const SplitTile t = tile_of(r, rows <= kNarrowRows ? 16 : 64);
     // Packed tiles have a multiprocessor each, and as those of 16 rows they wait for memory.
     const bool packed = wide == Wide::kPacked;
-    const int ctas_per_sm = packed ? 1 : std::clamp((d.smem_per_block + 1024) / (t.smem_bytes(size) + 1024), 1, 3);
+    const int ctas_per_sm = packed
+                                ? 1
+                                : std::clamp((d.smem_per_block + 1024) /
+                                                 (t.smem_bytes(padded_split_head_dim(x.head_dim, x.head_dim_v)) + 1024),
+                                             1, 3);
     const int model_rows = packed ? 16 : t.rows;
-    const double weight = (x.head_dim + x.head_dim_v) / 256.,
+    const double weight = (x.head_dim + x.head_dim_v) * t.element_bytes / 512.,
                  bytes = 4. * static_cast<double>(c.part_rows) * x.head_dim_v;
     const int64_t row_tiles = packed ? (rows + packed_rows(x) - 1) / packed_rows(x) : 1;
     const int64_t items = std::max<int64_t>(1, int64_t{1} * x.batch * x.num_heads_k * row_tiles);
     const int sms = std::max(1, d.num_sms);
     int64_t splits = best_parts(items, (keys + 63) / 64, model_rows, weight, bytes, sms, ctas_per_sm).parts;
+    // What turns bytes into numbers keeps two CTAs a multiprocessor busy: 16 sequences of 8192 keys and 8 heads want 2 parts.
+    const int64_t wave = int64_t{1} * sms * ctas_per_sm;
+    if (t.element_bytes == 1)
+      splits = std::max(splits, std::min({wave / items, keys / kLeastKeys, int64_t{kMaxSplits}}));
     const bool equal = r.cache->seqused_k == nullptr && r.cache->block_table == nullptr && !x.is_varlen();
     if (x.batch > 1 && !(packed && equal)) {
       // Lengths differ, and nobody knows them here: parts for several waves even out what the longest one would take.
       // Of packed tiles two waves at most, since parts of many rows cost.
-      const int64_t wave = int64_t{1} * sms * ctas_per_sm;
       const int64_t even = packed ? 2 * wave / items : (4 * wave + items - 1) / items;
-      splits = std::max(splits, std::min({even, keys / kLeastKeysOfWaves, int64_t{kMaxSplits}}));
+      splits = std::max(splits, std::min({even, keys * t.element_bytes / kLeastBytesOfWaves, int64_t{kMaxSplits}}));
     }
     c.splits = static_cast<int>(splits);
     c.least_keys = kLeastKeys;
@@ -82,8 +93,9 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wid
     c.splits =
         static_cast<int>(std::max<int64_t>(c.splits, (keys + sm90::kStretches.above - 1) / sm90::kStretches.above));
   } else {
-    c.block_n = split_tile(padded_split_head_dim(x.head_dim, x.head_dim_v), 64).block_n();
+    c.block_n = tile_of(r, 64).block_n();
   }
+  c.narrow_block_n = tile_of(r, 16).block_n();
   return c;
 }
 
@@ -129,9 +141,10 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
   const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
   const RowRange others{wide ? kWideRows : narrow ? kNarrowRows : 0, INT32_MAX};
   if (!narrow && !wide) return others;
-  // No other kernel takes more rows with modifiers. Few sequences divide them; a CTA walks 64 at a time.
+  // No other kernel takes more rows with modifiers or of 8 bits. Few sequences divide them; a CTA walks 64 at a time.
   const bool few = int64_t{1} * x.batch * x.num_heads_k < 2 * d.num_sms && rows <= kDividedRows;
-  const bool divides = few && r.modifiers != nullptr && !d.batch_invariant;
+  const bool quantized = r.cache_type != CacheType::k16Bit;
+  const bool divides = few && (r.modifiers != nullptr || quantized) && !d.batch_invariant;
   const int64_t divided = kind == Wide::kPacked ? rows : divides ? kDividedRows : wide ? kWideRows : kNarrowRows;
   const KvCacheGrid c = cached_grid(r, d, rows, divided, kind);
   const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of up to so many have tiles of 16 rows
@@ -148,12 +161,15 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
   p.kv_cache = c;
   p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
   const int64_t slots = x.batch + (x.is_varlen() ? 2 : 0);
-  const KernelId kernel = r.modifiers == nullptr ? KernelId::kFwdSplitCached80 : KernelId::kFwdSplitCachedMod80;
+  const KernelId kernel = quantized                ? KernelId::kFwdSplitQuantized80
+                          : r.modifiers == nullptr ? KernelId::kFwdSplitCached80
+                                                   : KernelId::kFwdSplitCachedMod80;
   const auto push_tile = [&](int tile_rows, RowRange served) {
-    const SplitTile t = split_tile(size, tile_rows);
-    p.push(main_of(kernel, size, size, t.rows, t.block_n(), t.stages / 2, SplitTile::kThreads, t.smem_bytes(size),
-                   slots * x.num_heads_k * c.splits, 0))
-        .rows = served;
+    const SplitTile t = tile_of(r, tile_rows);
+    Launch& l = p.push(main_of(kernel, size, size, t.rows, t.block_n(), t.stages / 2, SplitTile::kThreads,
+                               t.smem_bytes(size), slots * x.num_heads_k * c.splits, 0));
+    l.rows = served;
+    l.cache_type = r.cache_type;
   };
   if (narrow) push_tile(16, {0, wide || tall ? narrow_rows : INT32_MAX});
   const RowRange many{narrow_rows, tall ? kWideRows : INT32_MAX};
@@ -182,8 +198,9 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
 
 }  // namespace
 
-bool supports_cached(Req r, Dev) { return r.modifiers == nullptr; }
-bool supports_cached_mod(Req r, Dev) { return r.modifiers != nullptr; }
+bool supports_cached(Req r, Dev) { return r.modifiers == nullptr && r.cache_type == CacheType::k16Bit; }
+bool supports_cached_mod(Req r, Dev) { return r.modifiers != nullptr && r.cache_type == CacheType::k16Bit; }
+bool supports_quantized(Req r, Dev) { return r.cache_type != CacheType::k16Bit; }
 // What the Hopper kernels read: pieces of a tile begin on the 8 rows that the swizzle permutes, and end with a page.
 bool supports_tma_pieces(Req r, Dev d) {
   const bool pieces_fit = r.cache->block_table == nullptr || r.cache->page_size.divisor % 8 == 0;
@@ -228,5 +245,6 @@ void build_cached_portable(Req r, Dev d, Plan& p) {
 }
 // CTAs of parts share out the tiles of longer sequences.
 void build_cached_mod(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p); }
+void build_quantized(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p); }
 
 }  // namespace flash_ext::plans

@@ -11,30 +11,31 @@ namespace flash_ext::sm90 {
 
 // ---- the order of work tiles -----------------------------------------------------------------------
 
-// Time of forward tiles of equal keys, in hundredths of that of a whole tile: dealt to CTAs in turn, and fetched by them,
-// whole ones first. A last tile of fewer rows has fewer warpgroups at work. Dealt, 3, 6, 11 or 22 tiles a head, which 512
-// to 4096 rows make, put the short ones on the same CTAs of 132, and the others work as long as if all were whole.
-// Fetched, they fill what is left of a round; 40 for an end that is not even. Evidence: short-last-tiles, grid.
+// Time of forward tiles of equal keys, in hundredths of that of a whole tile: fixed (Launch::dynamic is false), and fetched by
+// CTAs, whole ones first. A last tile of fewer rows has fewer warpgroups at work. Where tiles are fixed, 3, 6, 11 or 22 of
+// them a head, which 512 to 4096 rows make, put the short ones on the same CTAs of 132, and the others work as long as if
+// all were whole. Fetched, they fill what is left of a round; 40 for an end that is not even. Evidence: short-last-tiles,
+// grid.
 struct TileTimes {
-  int64_t dealt = 0, fetched = 0;
-  int64_t least() const { return std::min(dealt, fetched); }
+  int64_t fixed = 0, fetched = 0;
+  int64_t least() const { return std::min(fixed, fetched); }
 };
 inline TileTimes tile_times(const Problem& p, const DeviceInfo& d, int block_m) {
   const int64_t whole = p.seqlen_q / block_m, rows = p.seqlen_q % block_m, heads = int64_t{p.batch} * p.num_heads;
   if (heads > INT32_MAX / (whole + 1)) return {};  // refused
   const auto rounds = [&](int64_t tiles) { return (tiles + d.num_sms - 1) / d.num_sms; };
   const int64_t last = rows == 0 ? 100 : 20 + 80 * ((rows + 63) / 64) / (block_m / 64);
-  const int64_t dealt = 100 * rounds(heads * (whole + (rows > 0)));
-  if (last == 100) return {dealt, dealt};
-  if (whole == 0) return {dealt * last / 100, dealt * last / 100};
+  const int64_t fixed = 100 * rounds(heads * (whole + (rows > 0)));
+  if (last == 100) return {fixed, fixed};
+  if (whole == 0) return {fixed * last / 100, fixed * last / 100};
   const bool in_step = std::gcd<int64_t>(whole + 1, d.num_sms) > 1;
   const int64_t fetched = std::max(100 * rounds(heads * whole), heads * (100 * whole + last) / d.num_sms + 40);
-  return {dealt - (in_step ? 0 : (100 - last) * heads / d.num_sms), fetched};
+  return {fixed - (in_step ? 0 : (100 - last) * heads / d.num_sms), fetched};
 }
 inline bool prefers_dynamic(const Problem& p, const DeviceInfo& d, int block_m) {
   if (p.is_varlen() || d.num_sms <= 0) return false;
   const TileTimes t = tile_times(p, d, block_m);
-  return t.fetched < t.dealt;
+  return t.fetched < t.fixed;
 }
 
 // Heads whose tiles run side by side. Tiles of equal length: enough heads that no more than a quarter of the CTAs
@@ -91,8 +92,8 @@ constexpr int dynamic_heads(int64_t head_slots, int64_t blocks, int64_t fit, int
 }
 
 // Work tiles in the order in which CTAs take them; `ctas` counts work tiles, of which a CTA takes many. Heads go in
-// groups whose dQ, in fp32, stays in the L2 cache with Q and dO: additions to it run at 3.6 TB/s up to 40 MB, at 1.5
-// TB/s beyond.
+// groups whose dQ, in fp32, stays in the L2 cache with Q and dO: additions to it are fast there. Evidence:
+// bwd-head-groups.
 inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool ordered, bool dynamic) {
   Grid g = make_grid(p, d, false, block_n);
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
@@ -168,7 +169,7 @@ struct M128Cost {
 // between the two, hence between batch sizes. Evidence: grid.
 inline bool prefers_m128(const Problem& p, const DeviceInfo& d, M128Cost cost) {
   if (p.is_varlen() || d.num_sms <= 0) return false;
-  // Of either height, where those of 128 take 0.85 to 0.96 of the time.
+  // Of either height, where those of 128 are faster.
   const bool are_two = p.seqlen_q > 192 && p.seqlen_q <= 256 && cost.hundredths < 120;
   const bool alike = (p.window_left >= 0) == (p.window_right >= 0);
   if (alike) {
@@ -314,8 +315,8 @@ inline bool prefers_order(const Problem& p, const DeviceInfo& d, const Constrain
 }
 
 // Whether dK and dV on the one hand and dQ on the other are faster in kernels of their own, with 7 products instead of 5
-// but without a dQ in fp32 that one pass zeroes and another one converts, 0.4 of the time at 256 rows. Where tiles are
-// few the two run side by side, and head sizes below 128 go as 128 too. The batch-invariant mode does not take it, because
+// but without a dQ in fp32 that one pass zeroes and another one converts, which few rows notice. Where tiles are few the two
+// run side by side, and head sizes below 128 go as 128 too. The batch-invariant mode does not take it, because
 // it depends on the number of heads. Evidence: split-bwd-short, grid.
 inline bool prefers_split_bwd(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   if (p.is_varlen() || c.dq_pool || d.batch_invariant) return false;

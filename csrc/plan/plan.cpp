@@ -59,6 +59,7 @@ const char* suffix_of(const Launch& l) {
     case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_m128" : "";
     case KernelId::kFwdFp890: return l.variant == ScoreVariant::kMixed ? "_mixed" : "";
     case KernelId::kFwdMod90: return l.block_m > 128 ? "_m192" : "";
+    case KernelId::kFwdSplitQuantized80: return l.cache_type == CacheType::kInt8 ? "_int8" : "_e4m3";
     case KernelId::kBwdFused90:
       return l.dq == DqMode::kOrdered  ? "_det"
              : l.dq == DqMode::kPool   ? "_pool"
@@ -82,6 +83,7 @@ const char* stem_of(KernelId k) {
     case KernelId::kFwdSplitMod80: return "fwd_split_mod_sm80";
     case KernelId::kFwdSplitCachedMod80: return "fwd_split_cached_mod_sm80";
     case KernelId::kFwdCombine80: return "fwd_combine_sm80";
+    case KernelId::kFwdSplitQuantized80: return "fwd_split_quantized_sm80";
     case KernelId::kFwdSplitCached80: return "fwd_split_cached_sm80";
     case KernelId::kFwdMergeCached80: return "fwd_merge_cached_sm80";
     case KernelId::kFwdCached80: return "fwd_cached_sm80";
@@ -197,6 +199,7 @@ std::string_view name_of(Evidence e) {
     case Evidence::kSplitBwdMod: return "split-bwd-mod";
     case Evidence::kFusedBwdMod: return "fused-bwd-mod";
     case Evidence::kFwdParts: return "fwd-parts";
+    case Evidence::kPaged: return "paged";
   }
   return "?";
 }

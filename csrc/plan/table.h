@@ -25,6 +25,12 @@ struct Row {
   Evidence evidence;
 };
 
+// Whether each row with a preference names the measurement behind it.
+constexpr bool have_evidence(std::span<const Row> rows) {
+  return std::ranges::all_of(
+      rows, [](const Row& row) { return row.preferred == nullptr || row.evidence != Evidence::kNone; });
+}
+
 std::span<const Row> fwd_rows(Arch arch);
 std::span<const Row> bwd_rows(Arch arch);
 

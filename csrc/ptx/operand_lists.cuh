@@ -1,5 +1,5 @@
-// Operand lists of wgmma: names of the first 8 n registers, and the accumulators behind them.
-#pragma once
+// Operand lists of wgmma: names of the first 8 n registers, and the accumulators behind them. Without #pragma once: a
+// header includes it in front of its own macros, and operand_lists_end.cuh behind their users.
 // clang-format off: a line a list
 
 #define FX_N8(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h

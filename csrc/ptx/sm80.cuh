@@ -287,13 +287,47 @@ __device__ __forceinline__ float2 unpack2(uint32_t pair) {
   }
 }
 
+// Four bytes of e4m3 as fp16, exactly, without the instruction of sm_89 and newer. NaN stays NaN.
+__device__ __forceinline__ uint2 e4m3_as_half_by_shifts(uint32_t bytes) {
+  const auto widen = [](uint32_t x) {  // a byte in the upper half of each 16 bits: sign, exponent and mantissa in place
+    const uint32_t bits = (x & 0x80008000) | (x >> 1 & 0x3f803f80);
+    const __half2 y = __hmul2(*reinterpret_cast<const __half2*>(&bits), __float2half2_rn(256.f));
+    return *reinterpret_cast<const uint32_t*>(&y) | __hgt2_mask(__habs2(y), __float2half2_rn(448.f));
+  };
+  return make_uint2(widen(__byte_perm(bytes, 0, 0x1404)), widen(__byte_perm(bytes, 0, 0x3424)));
+}
+
+// Four bytes as fp16, exactly: int8, or e4m3.
+template <bool kInt8>
+__device__ __forceinline__ uint2 bytes_as_half(uint32_t bytes) {
+  if constexpr (kInt8) {  // x + 128 in the mantissa of 1024, less 1152
+    const uint32_t raised = bytes ^ 0x80808080;
+    const auto lower = [](uint32_t x) {
+      const __half2 y = __hadd2(*reinterpret_cast<const __half2*>(&x), __float2half2_rn(-1152.f));
+      return *reinterpret_cast<const uint32_t*>(&y);
+    };
+    return make_uint2(lower(__byte_perm(raised, 0x64646464, 0x4140)), lower(__byte_perm(raised, 0x64646464, 0x4342)));
+  } else {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint2 x;
+    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, lo;\ncvt.rn.f16x2.e4m3x2 %1, hi;\n}\n"
+        : "=r"(x.x), "=r"(x.y)
+        : "r"(bytes));
+    return x;
+#else
+    return e4m3_as_half_by_shifts(bytes);
+#endif
+  }
+}
+
 // Named barriers: `threads` is the number of threads that arrive or wait, a multiple of 32.
 // Named barriers of a CTA; 0 is that of __syncthreads(). Of the first three a kernel uses one.
 enum NamedBarrier : int {
-  kPingpongBarrier = 1,    // + consumer warpgroup: whose products are next
-  kGroupBarrier = 1,       // + consumer warpgroup: its warps meet
-  kPairBarrier = 1,        // + pair of warps: they meet
-  kExchangeBarrier = 3,    // + 0 and 1 by turns: two consumer warpgroups exchange dQ
+  kPingpongBarrier = 1,  // + consumer warpgroup: whose products are next
+  kGroupBarrier = 1,  // + consumer warpgroup: its warps meet
+  kPairBarrier = 1,  // + pair of warps: they meet
+  kExchangeBarrier = 3,  // + 0 and 1 by turns: two consumer warpgroups exchange dQ
   kConverterBarrier = 15,  // the two warps that convert dQ meet
 };
 

@@ -9,8 +9,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "operand_lists.cuh"
-
 namespace flash_ext::ptx {
 
 // ---- mbarrier -----------------------------------------------------------------------------------
@@ -246,6 +244,7 @@ inline constexpr uint32_t kDescriptorHigh = (1u << 30) | (1024 / 16);
 
 // Descriptors come as their lower words: the upper one is the same for all (kDescriptorHigh), and 32-bit sums of an
 // address are cheap. A and B from shared memory, both K-major; p decides between D = A B and D += A B.
+#include "operand_lists.cuh"
 #define FX_WGMMA_SS(N, COUNT, A, B, H, P, TYPE, TB) \
   asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nmov.b64 a, {%" #A ", %" #H "};\nmov.b64 b, {%" #B ", %" #H \
                "};\nsetp.ne.b32 p, %" #P ", 0;\n" \
@@ -387,5 +386,6 @@ __device__ __forceinline__ void wgmma_ss_rows(float (&d)[kCount], uint32_t low_a
 #undef FX_WGMMA_SS_TYPED
 #undef FX_WGMMA_RS_TYPED
 #undef FX_WGMMA_RS_K_TYPED
+#include "operand_lists_end.cuh"
 
 }  // namespace flash_ext::ptx

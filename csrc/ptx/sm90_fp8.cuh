@@ -23,6 +23,7 @@ __device__ __forceinline__ uint32_t pack4_e4m3(float x0, float x1, float x2, flo
 // As kDescriptorHigh, of rows of 64 bytes: 64-byte swizzle, 512 bytes between groups of 8 rows.
 inline constexpr uint32_t kDescriptorHigh64 = (1u << 31) | (512 / 16);
 
+#include "operand_lists.cuh"
 #define FX_QGMMA_SS(N, COUNT, A, B, H, P) \
   asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nmov.b64 a, {%" #A ", %" #H "};\nmov.b64 b, {%" #B ", %" #H \
                "};\nsetp.ne.b32 p, %" #P ", 0;\n" \
@@ -67,5 +68,6 @@ __device__ __forceinline__ void wgmma_rs_e4m3(float (&d)[kCount], uint32_t a0, u
 
 #undef FX_QGMMA_SS
 #undef FX_QGMMA_RS
+#include "operand_lists_end.cuh"
 
 }  // namespace flash_ext::ptx

@@ -8,8 +8,8 @@ namespace flash_ext::sm80 {
 
 extern const FwdInstances kFwdSmall, kFwdLarge, kFwdModSmall, kFwdModLarge;  // kHeadDims
 extern const FwdInstances kFwdShort;                                         // kShortHeadDims
-extern const FwdInstances kFwdSplit, kFwdSplitMod, kFwdSplitCached, kFwdSplitCachedMod, kFwdCachedSmall,
-    kFwdCachedLarge;  // kSplitHeadDims
+extern const FwdInstances kFwdSplit, kFwdSplitMod, kFwdSplitCached, kFwdSplitCachedMod, kFwdSplitQuantized,
+    kFwdCachedSmall, kFwdCachedLarge;  // kSplitHeadDims
 extern const BwdInstances kBwdSmall, kBwdLarge, kBwdModSmall, kBwdModLarge;  // kHeadDims
 extern const BwdInstances kBwdShort;  // kShortHeadDims
 

@@ -13,6 +13,9 @@ from .._ops.modifiers import Modifiers
 from .._ops.spec import AttnSpec
 from . import tiles
 
+BYTES = (torch.float8_e4m3fn, torch.int8)
+MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # no number of the type is larger
+
 
 class Places(NamedTuple):
     """Where the keys of each sequence lie, as ``flash_ext::fwd_cached`` takes it.
@@ -41,6 +44,19 @@ class Places(NamedTuple):
         used = pages[: -(-length // size)].long().clamp(0, max(x.shape[0] - 1, 0))
         return x[used].flatten(0, 1)[:length][None]
 
+    def values(self, x: Tensor, descale: Tensor | None, b: int, to: torch.dtype) -> Tensor:
+        """The rows of sequence b as numbers: those of 8 bits times their factors."""
+        rows = self.rows(x, b)
+        if x.dtype not in BYTES:
+            return rows
+        rows = rows.to(to)
+        if descale is None:
+            return rows
+        if descale.dim() == 3:
+            return rows * self.rows(descale.unsqueeze(-1), b).to(to)
+        of_heads = descale[b] if descale.dim() == 2 else descale.reshape(-1)
+        return rows * of_heads.to(to)[:, None]
+
     def _length(self, b: int, room: int) -> int:
         return room if self.seqused_k is None else min(max(int(self.seqused_k[b]), 0), room)
 
@@ -55,14 +71,22 @@ def forward(
     places: Places,
     mods: Modifiers = tiles.NO_MODIFIERS,
     tree: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse; q is (batch, seqlen_q, heads, features), with its bounds (total_q, heads, features).
 
-    mods: slopes, sinks and a softcap. tree: int64, a word for each row of q.
+    mods: slopes, sinks and a softcap. tree: int64, a word for each row of q. k_descale, v_descale: factors
+    of k and v of 8 bits, which are multiplied in float32 or wider.
     """
-    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    wide = tiles.accumulator_dtype(q)
+    if k.dtype in BYTES:
+        q, given = q.to(wide), q
+    else:
+        given = q
+    out = given.new_zeros(*q.shape[:-1], v.shape[-1])
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    lse = q.new_full(lse_shape, -tiles.INF, dtype=tiles.accumulator_dtype(q))
+    lse = q.new_full(lse_shape, -tiles.INF, dtype=wide)
     if cu_seqlens_q is None:
         parts = [(q[b : b + 1], out[b], lse[b]) for b in range(q.shape[0])]
         words = [None] * len(parts) if tree is None else list(tree)
@@ -74,9 +98,9 @@ def forward(
         if own_q.shape[1] == 0:
             continue
         slopes = mods.slopes[b : b + 1] if mods.slopes is not None and mods.slopes.dim() == 2 else mods.slopes
-        own_k = places.rows(k, b)
+        own_k, own_v = places.values(k, k_descale, b, wide), places.values(v, v_descale, b, wide)
         own = replace(mods, slopes=slopes, mask=_shown(words[b], own_k.shape[1]))
-        found, found_lse, _ = tiles.forward(own_q, own_k, places.rows(v, b), spec, own)
+        found, found_lse, _ = tiles.forward(own_q, own_k, own_v, spec, own)
         own_out.copy_(found[0])
         own_lse.copy_(found_lse[0])
     return out, lse
@@ -101,8 +125,13 @@ def append(
     sin: Tensor | None,
     positions: Tensor | None,
     interleaved: bool,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> None:
-    """Writes new rows into the slots that there are; keys turned first, in float32 or wider."""
+    """Writes new rows into the slots that there are; keys turned first, in float32 or wider.
+
+    Into 8 bits they are divided by factors: those of slots are written, others given for heads or tokens.
+    """
     pages, size = k_cache.shape[:2]
     inside = (slots >= 0) & (slots < pages * size)
     if not bool(inside.any()):
@@ -112,8 +141,26 @@ def append(
         row = positions[inside].long().clamp(0, cos.shape[0] - 1)
         wide = tiles.accumulator_dtype(k_new)
         k_new = turned(k_new, cos[row].to(wide)[:, None], sin[row].to(wide)[:, None], interleaved)
-    k_cache[at // size, at % size] = k_new
-    v_cache[at // size, at % size] = v_new
+    place = (at // size, at % size)
+    for x, cache, descale in ((k_new, k_cache, k_descale), (v_new, v_cache, v_descale)):
+        if cache.dtype not in BYTES:
+            cache[place] = x
+            continue
+        x = x.to(tiles.accumulator_dtype(x))
+        if descale is not None and descale.dim() == 3:
+            largest = x.abs().amax(-1)
+            factor = torch.where(largest == 0, 1, largest.float() / MOST[cache.dtype])
+            descale[place] = factor
+        elif descale is None:
+            factor = x.new_ones(())
+        else:
+            factor = descale[inside] if descale.dim() == 2 else descale
+        cache[place] = _in_bytes(x / factor[..., None], cache.dtype)
+
+
+def _in_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
+    x = x.clamp(-MOST[dtype], MOST[dtype])
+    return x.round().to(dtype) if dtype == torch.int8 else x.to(dtype)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._cpu.cached import BYTES
 from .._masks.token_tree import MOST_TOKENS, TokenTree
 from .._masks.value import Sizes
 from .dispatch import check_bounds, explain_options, explain_tensors, operator_options, refuse_tensor_scale
@@ -39,6 +40,8 @@ def run_cached(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
     tree: TokenTree | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Calls ``fwd_cached``: out and lse of queries over keys of which the device knows how many there are.
 
@@ -50,6 +53,8 @@ def run_cached(
         want_lse: if not, lse has no elements.
         slopes: (h,) or (batch, h), those of ALiBi.
         tree: what the new tokens see of each other, instead of ``causal``.
+        k_descale, v_descale: float32 factors of k and v of 8 bits: of all, (h_k,), (batch, h_k) or
+            (num_pages, page_size, h_k).
 
     The others are those of :func:`flash_ext.attention_varlen`.
     """
@@ -61,7 +66,8 @@ def run_cached(
     if tree is not None:
         words = _words_of(tree, q, cu_seqlens_q, window, slopes)
         causal, window = False, (-1, -1)
-    has_sinks_alone = sinks is not None and slopes is None and softcap == 0 and words is None
+    is_bytes = isinstance(k, Tensor) and k.dtype in BYTES  # its one kernel knows sinks
+    has_sinks_alone = sinks is not None and slopes is None and softcap == 0 and words is None and not is_bytes
     if has_sinks_alone and _wants_late_sinks(q, k, max_seqlen_q, cu_seqlens_q):
         out, lse = run_cached(q, k, v, *places, max_seqlen_q, max_seqlen_k, scale, causal, window, backend)
         return out, add_sinks(out, lse, sinks, cu_seqlens_q, want_lse)
@@ -69,7 +75,19 @@ def run_cached(
     if _is_compiling():
         options = operator_options(q, max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
         traced: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd_cached.default(
-            q, k, v, *places, *options[:5], slopes, sinks, softcap, backend, want_lse, words
+            q,
+            k,
+            v,
+            *places,
+            *options[:5],
+            slopes,
+            sinks,
+            softcap,
+            backend,
+            want_lse,
+            words,
+            k_descale,
+            v_descale,
         )
         return traced
     most_q, most_k = (n if type(n) is int else None for n in (max_seqlen_q, max_seqlen_k))
@@ -79,12 +97,13 @@ def run_cached(
             check_values(q, k, *places)
         return _C.fwd_cached(
             q, k, v, *places, most_q, most_k, scale, causal, left, right, slopes, sinks, softcap, backend,
-            want_lse, words,
+            want_lse, words, k_descale, v_descale,
         )  # fmt: skip
     except (TypeError, ValueError, NotImplementedError, AttributeError):
         explain_tensors(q=q, k=k, v=v)
         explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         explain_tensors(True, seqused_k=seqused_k, block_table=block_table)
+        explain_tensors(True, k_descale=k_descale, v_descale=v_descale)
         explain_options(max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
         raise
 

@@ -15,7 +15,8 @@ from .modifiers import Modifiers
 from .spec import AttnSpec
 
 # max_seqlen_q, max_seqlen_k, scale, window_size_left, window_size_right, slopes, sinks, softcap, backend.
-# Behind them stand ``want_lse`` and ``tree`` where they are not left at True and None.
+# Behind them stand ``want_lse``, ``tree``, ``k_descale`` and ``v_descale`` where they have not their
+# defaults.
 NUM_OPTIONS = 9
 
 
@@ -29,25 +30,33 @@ def cpu_fwd_cached(
     block_table: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    options, (want_lse, tree) = options[:NUM_OPTIONS], _behind(*options[NUM_OPTIONS:])
-    _C.check_fwd_cached(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *options, tree)
+    options, (want_lse, tree, *descales) = options[:NUM_OPTIONS], _behind(*options[NUM_OPTIONS:])
+    _C.check_fwd_cached(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *options, tree, *descales
+    )
     _, _, scale, left, right, slopes, sinks, softcap, _ = options
     places = cached.Places(cu_seqlens_k, seqused_k, block_table)
     mods = Modifiers(slopes=slopes, sinks=sinks, softcap=softcap)
-    out, lse = cached.forward(q, k, v, AttnSpec(scale, left, right), cu_seqlens_q, places, mods, tree)
+    spec = AttnSpec(scale, left, right)
+    out, lse = cached.forward(q, k, v, spec, cu_seqlens_q, places, mods, tree, *descales)
     return out, lse if want_lse else lse.new_empty(0)
 
 
 def fake_fwd_cached(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     num_checked = 4 + NUM_OPTIONS
-    want_lse, tree = _behind(*rest[num_checked:])
-    _C.check_fwd_cached(q, k, v, *rest[:num_checked], tree)
+    want_lse, *later = _behind(*rest[num_checked:])
+    _C.check_fwd_cached(q, k, v, *rest[:num_checked], *later)
     return fake_results(q, v, q.dtype, want_lse)
 
 
-def _behind(want_lse: bool = True, tree: Tensor | None = None) -> tuple[bool, Tensor | None]:
+def _behind(
+    want_lse: bool = True,
+    tree: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+) -> tuple[bool, Tensor | None, Tensor | None, Tensor | None]:
     """What stands behind the options, where defaults may be left out."""
-    return want_lse, tree
+    return want_lse, tree, k_descale, v_descale
 
 
 def flops_fwd_cached(

@@ -138,6 +138,8 @@ def as_text(plan: dict[str, Any]) -> str:
         lines.append(f"Q splits    {plan['q_splits']} a block of keys")
     for launch in plan["launches"]:
         line = f"launch      {launch['kernel']}"
+        words = [f"{name} {launch[name]}" for name in ("variant", "dq") if name in launch]
+        line += f" ({', '.join(words)})" if words else ""
         if "block_m" in launch:
             scheduling = "dynamic" if launch["dynamic"] else "static"
             line += (f": tile {launch['block_m']} x {launch['block_n']}, {launch['stages']} stages, "

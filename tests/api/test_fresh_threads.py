@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import re
 import subprocess
 import sys
 import threading
@@ -12,16 +13,24 @@ import pytest
 import torch
 
 import flash_ext
+from flash_ext._ops.library import _C
 from tests.harness import Target, on_gpu_paths
+from tests.qkv import null_kernels
 from tests.sources import ROOT
 from tests.tools import thread_soak
-from tests.tools.thread_soak import FAMILIES, calls_of, in_new_threads
+from tests.tools.thread_soak import FAMILIES, calls_of, has_kernels, in_new_threads
 
 
 def same_as_here(call: thread_soak.Call, results: tuple[torch.Tensor, ...]) -> bool:
     """What may differ from run to run, a dq added in any order, differs by rounding."""
     pairs = [(a.float(), b.float()) for a, b in zip(results, call())]
     return all(torch.allclose(a, b, rtol=2.0**-6, atol=2.0**-6) for a, b in pairs)
+
+
+def calls_that_run(name: str, target: Target) -> dict[str, thread_soak.Call]:
+    if not has_kernels(FAMILIES[name], target.device, target.path):
+        pytest.skip("fp8 has kernels on Hopper only")
+    return calls_of(FAMILIES[name], target.device, target.path)
 
 
 def drop_context() -> None:
@@ -33,7 +42,7 @@ def drop_context() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @on_gpu_paths
 def test_the_first_cuda_work_of_a_thread(target: Target, name: str) -> None:
-    calls = calls_of(FAMILIES[name], target.device, target.path)
+    calls = calls_that_run(name, target)
     torch.cuda.synchronize()
     results, raised = in_new_threads(calls)
     assert not raised, raised
@@ -45,7 +54,7 @@ def test_the_first_cuda_work_of_a_thread(target: Target, name: str) -> None:
 @on_gpu_paths
 def test_a_thread_whose_context_was_dropped(target: Target, name: str) -> None:
     """A context that was bound by an earlier call may be gone at the next."""
-    calls = calls_of(FAMILIES[name], target.device, target.path)
+    calls = calls_that_run(name, target)
 
     def after_a_drop(call: thread_soak.Call) -> tuple[torch.Tensor, ...]:
         call()
@@ -154,10 +163,28 @@ def test_a_short_soak() -> None:
 
 def test_families_run_on_the_cpu() -> None:
     """The calls themselves are sound: small ones of each kind of option."""
-    for name in ("hd64", "packed", "mask", "bias", "dropout"):
+    others = {"pages": {"forward", "append"}, "fp8": {"quantise", "forward"}}
+    for name in ("hd64", "packed", "mask", "blocks", "bias", "dropout", "packed tiles over pages",
+                 "softcap over pages", "fp8", "fp8, mixed"):  # fmt: skip
         small = dataclasses.replace(FAMILIES[name], sizes=(1, 20, 24, 4, 2, 64))
         results, raised = in_new_threads(calls_of(small, "cpu", "cpu"))
-        assert not raised and set(results) == {"forward", "backward"}, (name, raised)
+        wanted = next((calls for what, calls in others.items() if what in name), {"forward", "backward"})
+        assert not raised and set(results) == wanted, (name, raised)
+
+
+def test_families_have_every_kernel_that_makes_tensor_maps(pretended_gpu: None) -> None:
+    """And those for few queries, and for short sequences."""
+    found = set()
+    with null_kernels():
+        for family in FAMILIES.values():
+            for call in calls_of(family, "cpu").values():
+                call()
+                found |= {re.sub("_hd.*", "", one["kernel"]) for one in _C.last_launch()["launches"]}
+    kinds = ("", "_cached", "_packed", "_mod", "_fp8")
+    wanted = {f"fwd{kind}_sm90" for kind in kinds}
+    wanted |= {"bwd_sm90", "bwd_q_sm90", "bwd_mod_sm90", "bwd_q_mod_sm90", "bwd_bias_sm90"}
+    wanted |= {"fwd_short_sm80", "bwd_short_sm80", "fwd_split_sm80", "fwd_split_cached_sm80"}
+    assert wanted - found == set()
 
 
 def test_what_a_thread_raises_is_kept() -> None:

@@ -435,6 +435,10 @@ def row_calls() -> Iterator[RowCall]:
         yield RowCall("sm80.fwd_cached", (3, 700), (8, 2), options=("pages",), asks=asks)
         yield RowCall("sm80.fwd_cached", (200, 700), (8, 2), options=("pages", "causal"), asks=asks)
         yield RowCall("sm80.fwd_cached.mod", (3, 700), (8, 2), options=("pages", "softcap"), asks=asks)
+        for rows in (3, 30):
+            yield RowCall(
+                "sm80.fwd_cached.quantized", (rows, 700), (8, 2), options=("pages", "e4m3"), asks=asks
+            )
     for asks in ("kv_splits=1", "kv_splits=5"):
         yield RowCall("sm90.fwd_cached.packed", (30, 700), (8, 2), options=("pages", "causal"), asks=asks)
     yield RowCall("sm90.fwd_cached", (200, 700), (8, 2), options=("pages",))
@@ -507,6 +511,8 @@ class Prepared:
             self.pages = [
                 torch.randn(BATCH * count, size, call.heads[1], call.head_dim, **make) for _ in range(2)
             ]
+            if "e4m3" in self.words:
+                self.pages = [x.to(torch.float8_e4m3fn) for x in self.pages]
             self.table = torch.randperm(BATCH * count, device="cuda").int().view(BATCH, count)
             self.used = torch.tensor([keys, keys // 7], device="cuda", dtype=torch.int32)
 

@@ -121,6 +121,49 @@ def test_the_largest_fp16_value_does_not_overflow(target: Target) -> None:
     assert torch.isfinite(out).all()
 
 
+@on_paths
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fp16_gradients_of_large_numbers(target: Target, head_dim: int, deterministic: bool) -> None:
+    """dO and V of size 100 make a dS of some ten thousand, which fp16 still holds."""
+    torch.manual_seed(5)
+    sizes = [(200, 1.0), (head_dim, 1.0), (head_dim, 100.0), (200, 100.0)]
+    q, k, v, dout = ((torch.randn(2, n, 2, head_dim) * size).half().to(target.device) for n, size in sizes)
+    q64, k64, v64, dout64 = (t.double().transpose(1, 2) for t in (q, k, v, dout))
+    p = (q64 @ k64.mT / math.sqrt(head_dim)).softmax(-1)
+    dp = dout64 @ v64.mT
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+    assert 1e4 < float(ds.abs().max()) < 65504
+    truth = {"dq": ds @ k64, "dk": ds.mT @ q64}
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = flash_ext.attention(*leaves, deterministic=deterministic, backend=target.path)
+    for name, found in zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout)):
+        assert found.isfinite().all(), name
+        if name in truth:
+            wanted = truth[name].transpose(1, 2) / math.sqrt(head_dim)
+            assert float((found - wanted).norm()) < 5e-3 * float(wanted.norm()), name
+
+
+@on_paths
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_rows_of_one_key(
+    target: Target, dtype: torch.dtype, head_dim: int, deterministic: bool
+) -> None:
+    """dq and dk are 0 in mathematics; their products and statistics are summed in different orders."""
+    for rows, window in ((300, (0, 0)), (1, (-1, -1))):
+        leaves = [normal(target, 2, rows, 2, head_dim, dtype=dtype).requires_grad_() for _ in range(3)]
+        dout = normal(target, 2, rows, 2, head_dim, dtype=dtype)
+        out = flash_ext.attention(
+            *leaves, window_size=window, deterministic=deterministic, backend=target.path
+        )
+        dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+        assert torch.equal(dv, dout)
+        assert float(dq.abs().max()) <= 2e-5
+        assert float(dk.abs().max()) <= 2e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"sinks": True}, {"bool_mask": True}])
 @on_targets("sm90")

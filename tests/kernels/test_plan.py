@@ -25,8 +25,8 @@ SHAPE["head_dim_v"] = 128
 H200 = "gpu=9.0/132"
 # What words cannot say: that the gradient of a bias alone is wanted, and that keys lie in a cache.
 BEYOND_WORDS = {
-    "bwd_mod.other_gradients", "sm80.fwd_cached", "sm80.fwd_cached.mod", "sm90.fwd_cached",
-    "sm90.fwd_cached.packed",
+    "bwd_mod.other_gradients", "sm80.fwd_cached", "sm80.fwd_cached.mod", "sm80.fwd_cached.quantized",
+    "sm90.fwd_cached", "sm90.fwd_cached.packed",
 }  # fmt: skip
 
 
@@ -114,6 +114,24 @@ def test_a_bias_is_copied_where_kernels_want_rows_on_16_bytes(call: str, is_copi
     words = [word for word in shape.split() if word.split("=")[0] + "=" not in call]
     plan = planned.plan(" ".join((call, *words, *([] if "gpu=" in call else [H200]))))
     assert plan["workspace"].get("bias_rows", 0) == (2 * 2 * 3 * 577 * 584 if is_copied else 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "kernel", "words"),
+    [
+        ("fwd head_dim=128", "fwd_sm90", {}),
+        ("fwd alibi head_dim=128", "fwd_mod_sm90", {"variant": "slopes"}),
+        ("fwd mixed head_dim=128", "fwd_fp8_sm90", {"variant": "mixed"}),
+        ("bwd deterministic head_dim=64", "bwd_sm90", {"dq": "ordered"}),
+        ("bwd alibi head_dim=128", "bwd_mod_sm90", {"variant": "add", "dq": "atomic"}),
+    ],
+)
+def test_launches_say_their_variant_and_what_becomes_of_dq(
+    call: str, kernel: str, words: dict[str, str]
+) -> None:
+    plan = planned.plan(f"{call} batch=4 seqlen=8192 {H200}")
+    (found,) = (one for one in plan["launches"] if one["kernel"].startswith(f"{kernel}_hd"))
+    assert {name: found[name] for name in ("variant", "dq") if name in found} == words
 
 
 def test_no_row_is_left_out() -> None:
@@ -259,7 +277,10 @@ def test_printed() -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == f"call        {call}"
     assert "row         sm90.bwd_mod.fused, evidence fused-bwd-mod" in lines
-    assert any(line.startswith("launch      bwd_mod_sm90_hd128: tile 64 x 128") for line in lines)
+    assert any(
+        line.startswith("launch      bwd_mod_sm90_hd128 (variant add, dq atomic): tile 64 x 128")
+        for line in lines
+    )
     assert lines[-1].startswith("workspace   ") and lines[-1].endswith(" bytes in all")
     wrong = run_info("fwd warp gpu=9.0/132")
     assert wrong.returncode == 2 and "unknown modifier 'warp'" in wrong.stderr

@@ -32,7 +32,6 @@ EXCLUDED = {
         "sm90::is_bias_gradient_taken(p, m, g)",
         SUMMARISED | {"blocks", "prefix"},
     ),
-    "the next work tile is listed ahead": ("asks_only<kFoundByBlocks>(m)", SUMMARISED),
     "tiles known by rows are light": ("!asks_any<kMadeRowWords>(m)", {"blocks", "hidden_keys"}),
     "no test by rows": ("!asks_any<kKnownByRows>(m)", {"mask", "blocks", "hidden_keys"}),
     "no test by keys": ("!asks_any<kKnownByKeys>(m)", {"documents", "hidden_rows"}),

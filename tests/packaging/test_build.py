@@ -86,9 +86,11 @@ MERGE = (
     "fwd_merge_cached_kernel",
     "sum_heads_kernel",
     "append_kv_kernel",
+    "append_bytes_kernel",
 )  # any head_dim
 # Over a paged cache.
 CACHED, CACHED_SPLIT = ("fwd_cached_kernel",), ("fwd_split_cached_kernel", "fwd_split_cached_mod_kernel")
+QUANTIZED, CACHE_TYPES = ("fwd_split_quantized_kernel",), ("1", "2")  # e4m3, int8
 FP8_HEAD_DIMS = (64, 64, 96, 96, 128, 128, 192, 192, 256)  # up to 128 with q and k of 16 bits too
 FP8_NUMBERS = (8, 16, 32)  # lanes a row
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
@@ -159,6 +161,8 @@ def kernel_id(name: str) -> tuple[str, str | None, int | None, int | None]:
     assert kernel, f"unexpected kernel {name}"
     if kernel.group(2) == "(" or re.search(r"_kernel<unsigned \w+>", name):
         return kernel.group(1), None, None, None
+    if quantized := re.search(r"QuantizedTraits<\(\w+(?:::\w+)*\)(\d), (\d+), \d+>", name):
+        return kernel.group(1), quantized.group(1), int(quantized.group(2)), None
     config = re.search(
         r"(__half|__nv_bfloat16)(?:, (\d+))?(?:, \d+)?(?:, \(\w+(?:::\w+)*\)(\d+))?"
         r"(?:, \(\w+(?:::\w+)*\)\d)?(?:, (?:true|false))*>",
@@ -220,6 +224,7 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     # Once for a bias that TMA brings, once for others.
     hopper_bwd_bias = itertools.product(2 * HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
     split = itertools.product(2 * (SPLIT + CACHED_SPLIT), DTYPES, SPLIT_HEAD_DIMS, (None,))
+    quantized = itertools.product(2 * QUANTIZED, CACHE_TYPES, SPLIT_HEAD_DIMS, (None,))
     fp8_passes = [
         ("fp8_means_kernel", None, None, None),
         *itertools.product(("fp8_stats_kernel",), DTYPES, (None,), (None,)),
@@ -241,6 +246,7 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
     any_class = [
         *others,
         *split,
+        *quantized,
         *short,
         *merge,
         *fp8_passes,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import serving
+from flash_ext import _owners, serving
 from flash_ext._ops.library import _C
 from flash_ext.compat import flash_attn as fa
 from tests.pages import Cache, check, close, make_cache, packed_queries, truth
@@ -521,3 +521,69 @@ def test_gpu_a_simulated_server_for_long(page_size: int) -> None:
     server = Server("cuda", page_size)
     for _ in range(2500):
         server.step()
+
+
+# ---- one place for two sequences ---------------------------------------------------------------------------
+
+
+def appended(device: str, batch: int = 4) -> tuple[Tensor, list[Tensor], list[Tensor], dict[str, Any]]:
+    """Queries, a cache of 6 pages or entries of 8 keys, and two new keys a sequence."""
+    like = {"device": device, "dtype": dtype_on(device)}
+    pools, new = (list(torch.randn(2, n, m, 2, 64, **like)) for n, m in ((6, 8), (batch, 2)))
+    lengths = torch.tensor([3, 5, 0, 4][:batch], dtype=torch.int32, device=device)
+    return torch.randn(batch, 2, 4, 64, **like), pools, new, {"cache_seqlens": lengths, "causal": True}
+
+
+@pytest.mark.parametrize("entries, twice", [([1, 0, 1, 3], 1), ([2, 2, 2, 2], 2), ([9, 0, -1, 0], 0)])
+def test_appending_twice_to_an_entry_is_refused(entries: list[int], twice: int) -> None:
+    q, pools, new, options = appended("cpu")
+    before = [pool.clone() for pool in pools]
+    call = options | {"cache_batch_idx": torch.tensor(entries).int()}
+    with pytest.raises(ValueError, match=f"cache_batch_idx must not name entry {twice} for two sequences"):
+        serving.flash_attn_with_kvcache(q, *pools, *new, **call)
+    assert all(torch.equal(a, b) for a, b in zip(pools, before))
+    none = [x[:, :0] for x in new]
+    for read in (serving.flash_attn_with_kvcache(q, *pools, *given, **call) for given in ((), none)):
+        assert isinstance(read, Tensor) and not read.isnan().any()  # reading is not
+
+
+@on_devices
+def test_where_values_are_not_seen_the_first_has_the_entry(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_owners, "may_read", lambda t: False)
+    q, pools, new, options = appended(device)
+    wanted = [pool.clone() for pool in pools]
+    for pool, x in zip(wanted, new):
+        pool[1, 3:5], pool[0, 5:7], pool[3, 4:6] = x[0], x[1], x[3]
+    entries = torch.tensor([1, 0, 1, 3], dtype=torch.int32, device=device)
+    out, lse = serving.flash_attn_with_kvcache(
+        q, *pools, *new, **options, cache_batch_idx=entries, return_softmax_lse=True
+    )
+    assert all(torch.equal(a, b) for a, b in zip(pools, wanted))
+    rows = [(pools[0][e, :n], pools[1][e, :n]) for e, n in ((1, 5), (0, 7), (2, 0), (3, 6))]
+    close(out, torch.stack(truth(list(q), rows, (-1, 0))[0]))
+    assert not out[2].any() and (lse[2] == -torch.inf).all()
+
+
+def test_two_new_keys_of_one_slot_are_refused() -> None:
+    q, pools, new, options = appended("cpu", 2)
+    before = [pool.clone() for pool in pools]
+    for table, lengths, where in (
+        ([[4, 1], [4, 2]], [5, 4], "row 5 of page 4 for sequences 0 and 1"),
+        ([[3, 1], [0, 3]], [0, 8], "row 0 of page 3 for sequences 0 and 1"),
+    ):
+        places = {"cache_seqlens": torch.tensor(lengths).int(), "page_table": torch.tensor(table).int()}
+        with pytest.raises(
+            ValueError, match=f"page_table must not lead two new keys to one slot, got {where}"
+        ):
+            serving.flash_attn_with_kvcache(q, *pools, *new, **options | places)
+    assert all(torch.equal(a, b) for a, b in zip(pools, before))
+    # A prefix that both share, other rows of one page, and sequences that are full.
+    for table, lengths in (
+        ([[4, 1], [4, 2]], [8, 9]),
+        ([[4, 1], [4, 2]], [1, 3]),
+        ([[4, 1], [4, 1]], [16, 16]),
+    ):
+        places = {"cache_seqlens": torch.tensor(lengths).int(), "page_table": torch.tensor(table).int()}
+        serving.flash_attn_with_kvcache(q, *pools, *new, **options | places)

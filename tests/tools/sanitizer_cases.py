@@ -10,6 +10,7 @@ Results are only looked at for NaN; tests/attention judges their values.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from typing import NamedTuple
 
@@ -18,12 +19,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import flash_ext
+from flash_ext.fp8 import Fp8Mode, attention_fp8, quantize_fp8
 from tests.cases import COMPILED_HEAD_DIMS, Case, dense, few_query_cases, packed
 from tests.harness import TARGETS, Target
 from tests.inputs import make_inputs
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.modifier_harness import EVERYTHING
-from tests.pages import make_cache, packed_queries
+from tests.pages import in_bytes, make_cache, packed_queries
 
 
 def sanitizer_cases() -> list[Case]:
@@ -48,6 +50,8 @@ def sanitizer_cases() -> list[Case]:
         packed([0, 0, 7], [0, 5, 0], num_heads_k=1, deterministic=True),
         packed([1] * 20, [2] * 20, num_heads_k=1, hints=True),
         *few_query_cases()[::3],
+        # Packed tiles on Hopper: queries of several heads of a key head.
+        *(dense(1, 16, 3000, 8, 2, head_dim, causal=True) for head_dim in (128, 256)),
         *divided_cases(),
     ]
     return cases
@@ -302,22 +306,88 @@ def run_cached(case: CacheCase, target: Target, from_host: bool = False) -> None
             block_table=table, backend=target.choice,
         )  # fmt: skip
         assert not out.isnan().any(), f"{case}: a tree's result holds NaN"
+    if case.head_dim % 16 == 0:
+        for dtype, factors in ((torch.float8_e4m3fn, "slots"), (torch.int8, "sequences")):
+            narrow, descales = in_bytes(cache, dtype, factors)
+            k8, v8 = (exact(x.view(torch.uint8), target.device).view(dtype) for x in (narrow.k, narrow.v))
+            of_k, of_v = (exact(x, target.device) for x in descales.values())
+            out = flash_ext.attention_varlen(
+                q, k8, v8, bounds, None, causal=True, seqused_k=lengths, block_table=table, k_descale=of_k,
+                v_descale=of_v, backend=target.choice,
+            )  # fmt: skip
+            assert not out.isnan().any(), f"{case}: a result over {dtype} holds NaN"
+            given = (of_k, of_v) if factors == "slots" else (None, None)
+            flash_ext.serving.append_kv(k_new, v_new, k8, v8, slots, rotary, *given)
     flash_ext.serving.append_kv(k_new, v_new, k, v, slots, rotary)
     assert not k.view(-1, *k.shape[2:])[slots[1:]].isnan().any()
 
 
-def groups_of(target: Target) -> list[tuple[str, Target, list]]:
+class Fp8Case(NamedTuple):
+    """Keys, values and, in mode "fp8", queries of 8 bits: the passes that make them, and the forward."""
+
+    mode: Fp8Mode
+    head_dim: int
+    head_dim_v: int
+    causal: bool = False
+    packed: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+
+def fp8_cases() -> list[Fp8Case]:
+    """Every head size in both modes, lengths that end inside tiles."""
+    return [
+        Fp8Case("fp8", 64, 64, causal=True, dtype=torch.float16),
+        Fp8Case("fp8", 96, 80, packed=True),
+        Fp8Case("fp8", 128, 128),
+        Fp8Case("fp8", 192, 128, causal=True),
+        Fp8Case("fp8", 256, 256, packed=True, dtype=torch.float16),
+        Fp8Case("mixed", 64, 48, packed=True),
+        Fp8Case("mixed", 96, 96, causal=True),
+        Fp8Case("mixed", 128, 128, causal=True, dtype=torch.float16),
+    ]
+
+
+def run_fp8(case: Fp8Case, target: Target, from_host: bool = False) -> None:
+    """Raises AssertionError on NaN."""
+    made_on = "cpu" if from_host else target.device
+    lengths = ((131, 4, case.head_dim), (190, 2, case.head_dim), (190, 2, case.head_dim_v))
+    tensors = (torch.randn(*(() if case.packed else (2,)), *shape, device=made_on) for shape in lengths)
+    q, k, v = (exact(t.to(case.dtype), target.device) for t in tensors)
+    bounds = {}
+    if case.packed:
+        bounds = {"cu_seqlens_q": torch.tensor([0, 3, 131]), "cu_seqlens_k": torch.tensor([0, 65, 190])}
+    bounds = {name: exact(t.int().to(made_on), target.device) for name, t in bounds.items()}
+    x = quantize_fp8(q, k, v, mode=case.mode, **bounds)
+    if not from_host:
+        held = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
+        x = dataclasses.replace(x, **{n: exact(t) for n, t in held.items() if isinstance(t, Tensor)})
+    for sinks in (None, exact(torch.randn(4, device=made_on), target.device)):
+        out, aux = attention_fp8(x, causal=case.causal, sinks=sinks, return_aux=EVERYTHING)
+        for t in (out, *aux):
+            assert not t.isnan().any(), f"{case}: a result holds NaN"
+
+
+AnyCase = Case | ModifierCase | CacheCase | Fp8Case
+
+
+def run_any(case: AnyCase, target: Target, from_host: bool = False) -> None:
+    runs = {ModifierCase: run_modified, CacheCase: run_cached, Fp8Case: run_fp8}
+    runs.get(type(case), run)(case, target, from_host)
+
+
+def groups_of(target: Target) -> list[tuple[str, Target, list[AnyCase]]]:
     """What they are, where they run, cases."""
     if target.short:
         return [(", short", target, short_cases())]
     cases = [*sanitizer_cases(), *sanitizer_modifier_cases(), *cache_cases()]
-    groups: list[tuple[str, Target, list]] = [("", target, cases)]
+    groups: list[tuple[str, Target, list[AnyCase]]] = [("", target, cases)]
     if target.path == "sm90":
         groups += [
             (", in a pool", with_pool(target), pool_cases()),
             (", of few rows", on_one_multiprocessor(target), few_row_cases()),
             (", in two kernels", target, two_kernel_cases()),
             (", of many keys", target, long_cases()),
+            (", in fp8", target, fp8_cases()),
         ]
     return groups
 
@@ -352,8 +422,7 @@ def main() -> int:
                 count += 1
                 print(line if options.list else f"case {line}", flush=True)
                 if not options.list:
-                    runs = {ModifierCase: run_modified, CacheCase: run_cached}
-                    runs.get(type(case), run)(case, chosen, options.from_host)
+                    run_any(case, chosen, options.from_host)
     print(f"{count} cases, target {target.name}")
     return 0 if count else 2
 

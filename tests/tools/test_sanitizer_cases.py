@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import pytest
 import torch
@@ -11,30 +12,37 @@ from flash_ext._ops.library import _C
 from tests.cases import COMPILED_HEAD_DIMS, Case
 from tests.harness import SMALL_SMEM_BYTES, TARGETS, Target, on_gpu_paths
 from tests.inputs import tensor_shapes
-from tests.modifier_cases import BIASES, DISTANCES, MASKS, SCORES, STRUCTURE
-from tests.packaging.test_build import (
-    BY_CLASS,
-    CACHED,
-    CACHED_SPLIT,
-    MASK_PASSES,
-    MERGE,
-    ONE_CLASS,
-    PASSES,
-    SPLIT,
-)
+from tests.modifier_cases import BIASES, DISTANCES, MASKS, SCORES, STRUCTURE, ModifierCase
+from tests.packaging import test_build as built
 from tests.tools.sanitizer_cases import (
+    AnyCase,
+    Fp8Case,
     cache_cases,
     divided_cases,
+    fp8_cases,
+    groups_of,
     run,
+    run_any,
     run_cached,
+    run_fp8,
     run_modified,
     sanitizer_cases,
     sanitizer_modifier_cases,
 )
 
 CPU = TARGETS["cpu"]
-# Every kernel of the dispatch table.
-KERNELS = {*BY_CLASS, *ONE_CLASS, *PASSES, *MASK_PASSES, *SPLIT, *MERGE, *CACHED, *CACHED_SPLIT}
+# Every kernel of the dispatch table, by path: those of Hopper beside the others.
+PORTABLE = {
+    *built.BY_CLASS, *built.ONE_CLASS, *built.PASSES, *built.MASK_PASSES, *built.SPLIT, *built.MERGE,
+    *built.CACHED, *built.CACHED_SPLIT, *built.QUANTIZED, *built.SHORT_FWD, *built.SHORT_BWD,
+}  # fmt: skip
+HOPPER = {
+    *built.HOPPER, *built.HOPPER_CACHED, *built.HOPPER_PACKED, *built.HOPPER_MOD, *built.HOPPER_BWD,
+    *built.HOPPER_BWD_SPLIT, *built.HOPPER_BWD_MOD, *built.HOPPER_BWD_BIAS, *built.HOPPER_BWD_PASSES,
+    *built.HOPPER_BWD_WIDE_PASSES, "fwd_fp8_sm90_kernel", "fp8_means_kernel", "fp8_stats_kernel",
+    "fp8_numbers_kernel",
+}  # fmt: skip
+KERNELS = {"sm80": PORTABLE, "sm90": PORTABLE | HOPPER}
 
 
 def kind(name: str) -> str:
@@ -85,6 +93,18 @@ def test_cases_run_on_the_cpu():
             run(case, CPU)
         for cached in cache_cases():
             run_cached(cached, CPU)
+        for quantized in fp8_cases():
+            run_fp8(quantized, CPU)
+            run_fp8(quantized, CPU, from_host=True)
+
+
+def test_the_groups_of_a_target_hold_every_kind_of_case():
+    kinds = {
+        name: {type(case) for _, _, cases in groups_of(TARGETS[name]) for case in cases} for name in TARGETS
+    }
+    assert kinds["sm90"] == set(get_args(AnyCase))
+    assert kinds["sm80"] == kinds["sm80-99k"] == kinds["sm90"] - {Fp8Case}
+    assert kinds["sm80-short"] == kinds["sm90-short"] == {Case, ModifierCase}
 
 
 @on_gpu_paths
@@ -92,16 +112,14 @@ def test_every_kernel_is_launched(target: Target):
     """By what the profiler saw; some virtual GPUs show it nothing."""
     from torch.profiler import ProfilerActivity, profile
 
-    with target.active(), profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for case in sanitizer_cases():
-            run(case, target)
-        for mcase in sanitizer_modifier_cases():
-            run_modified(mcase, target)
-        for cached in cache_cases():
-            run_cached(cached, target)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _, chosen, cases in (*groups_of(target), *groups_of(TARGETS[f"{target.name}-short"])):
+            with chosen.active():
+                for case in cases:
+                    run_any(case, chosen)
         torch.cuda.synchronize()
     names = {event.name for event in seen.events()}
     if not any("kernel" in name for name in names):
         pytest.skip("the profiler sees no kernels here")
     found = {kernel for name in names for kernel in re.findall(r"(\w+_kernel)[<(]", name)}
-    assert KERNELS - found == set()
+    assert KERNELS[target.path] - found == set()

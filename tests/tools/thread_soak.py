@@ -28,11 +28,17 @@ Call = Callable[[], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of call: batch, queries, keys, query and key heads, head_dim, and what else it asks for."""
+    """One kind of call: batch, queries, keys, query and key heads, head_dim, and what else it asks for.
+
+    page_size: keys are in pages of so many.
+    fp8: mode of an fp8 call, "fp8" or "mixed".
+    """
 
     sizes: tuple[int, int, int, int, int, int]
     head_dim_v: int | None = None
     packed: bool = False
+    page_size: int = 0
+    fp8: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     modifiers: tuple[str, ...] = ()
 
@@ -46,27 +52,52 @@ FAMILIES = {
     "packed": Family((*DENSE, 128), packed=True, options=(("causal", True),)),
     "in order": Family((*DENSE, 64), options=(("deterministic", True),)),
     "in order, causal": Family((*DENSE, 128), options=(("deterministic", True), ("causal", True))),
+    "packed tiles": Family((2, 16, 4096, 8, 2, 128)),
+    "short": Family((64, 49, 49, 4, 4, 32)),
+    "short, bias": Family((64, 49, 49, 4, 4, 32), modifiers=("bias",)),
     "ring": Family((16, 512, 1024, 16, 16, 128)),
     "few rows": Family((16, 512, 512, 16, 16, 128)),
     "mask": Family((*DENSE, 128), modifiers=("mask",)),
     "mask, in order": Family((*DENSE, 64), modifiers=("mask",), options=(("deterministic", True),)),
+    "blocks": Family((*DENSE, 128), modifiers=("blocks",)),
     "mask, hd256": Family((*DENSE, 256), modifiers=("mask",)),
     "bias": Family((*DENSE, 64), modifiers=("bias",)),
     "slopes": Family((*DENSE, 128), modifiers=("slopes",)),
     "softcap": Family((*DENSE, 128), modifiers=("softcap",)),
     "sinks": Family((*DENSE, 128), modifiers=("sinks",)),
     "dropout": Family((*DENSE, 128), modifiers=("dropout",)),
+    **{f"prompts over pages of {n}": Family((2, 300, 500, 8, 2, 128), page_size=n) for n in (16, 64)},
+    "prompts over pages, hd256": Family((2, 300, 500, 4, 2, 256), page_size=64),
+    "packed tiles over pages": Family((2, 32, 1000, 8, 2, 128), page_size=16),
+    "few queries over pages": Family((2, 1, 4096, 8, 2, 128), page_size=16),
+    "softcap over pages": Family((2, 40, 500, 8, 2, 128), page_size=16, modifiers=("softcap",)),
+    "fp8": Family((*DENSE, 128), fp8="fp8"),
+    "fp8, mixed": Family((*DENSE, 64), fp8="mixed", options=(("causal", True),)),
 }
+
+
+def has_kernels(family: Family, device: str, backend: str | None = None) -> bool:
+    """Whether a device runs the family: fp8 has kernels on Hopper only, and none for other paths."""
+    on_cpu = torch.device(device).type == "cpu"
+    if not family.fp8 or on_cpu:
+        return True
+    return backend in (None, "sm90") and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def modifiers_of(family: Family, device: str) -> dict[str, Any]:
     batch, rows, keys, heads, _, _ = family.sizes
 
     def bias() -> Tensor:  # with rows that TMA can read
-        return torch.randn(1, heads, rows, 304, device=device).bfloat16()[..., :keys]
+        return torch.randn(1, heads, rows, -(-keys // 8) * 8, device=device).bfloat16()[..., :keys]
+
+    def blocks() -> flash_ext.masks.BlockMask:
+        size = (64, 128)
+        kept = torch.rand(1, heads, *(-(-n // s) for n, s in zip((rows, keys), size)), device=device) < 0.7
+        return flash_ext.masks.BlockMask(kept, size)
 
     made: dict[str, Callable[[], dict[str, Any]]] = {
         "mask": lambda: {"mask": torch.rand(batch, 1, rows, keys, device=device) < 0.7},
+        "blocks": lambda: {"mask": blocks()},
         "bias": lambda: {"bias": bias()},
         "slopes": lambda: {"bias": flash_ext.masks.ALiBi(torch.rand(heads, device=device))},
         "softcap": lambda: {"softcap": 20.0},
@@ -77,7 +108,18 @@ def modifiers_of(family: Family, device: str) -> dict[str, Any]:
 
 
 def calls_of(family: Family, device: str, backend: str | None = None) -> dict[str, Call]:
-    """Forward and backward of a family; whatever they allocate is in torch's cache from then on."""
+    """What a family calls, by name: its forward and what goes with it. All have run when this returns.
+
+    Whatever they allocate is in torch's cache from then on.
+    """
+    make = calls_over_pages if family.page_size else calls_in_fp8 if family.fp8 else calls_of_attention
+    calls = make(family, device, backend)
+    for call in (*calls.values(), *calls.values()):
+        call()
+    return calls
+
+
+def calls_of_attention(family: Family, device: str, backend: str | None) -> dict[str, Call]:
     batch, rows, keys, heads, heads_k, d = family.sizes
     dv = family.head_dim_v or d
     q, k, v, dout = (
@@ -99,9 +141,52 @@ def calls_of(family: Family, device: str, backend: str | None = None) -> dict[st
     def backward() -> tuple[Tensor, ...]:
         return flash_ext.backward(dout, q, k, v, out, lse, needs=needs, **options)
 
-    for call in (forward, backward) * 2:
-        call()
     return {"forward": forward, "backward": backward}
+
+
+def calls_over_pages(family: Family, device: str, backend: str | None) -> dict[str, Call]:
+    """The last page of a sequence is empty until the append, whose keys the forward does not see."""
+    batch, rows, keys, heads, heads_k, d = family.sizes
+    pages = -(-keys // family.page_size) + 1
+    table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
+    shape = (batch * pages, family.page_size, heads_k, d)
+    k, v = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
+    q = torch.randn(batch * rows, heads, d, device=device).bfloat16()
+    bounds = torch.arange(0, batch * rows + 1, rows, device=device, dtype=torch.int32)
+    lengths = torch.full((batch,), keys, device=device, dtype=torch.int32)
+    new = [torch.randn(batch, heads_k, d, device=device).bfloat16() for _ in range(2)]
+    slots = table[:, -1].long() * family.page_size
+    options: dict[str, Any] = {**dict(family.options), **modifiers_of(family, device), "backend": backend}
+
+    def forward() -> tuple[Tensor, ...]:
+        out, (lse, _) = flash_ext.attention_varlen(
+            q, k, v, bounds, None, causal=True, max_seqlen_q=rows, seqused_k=lengths, block_table=table,
+            return_aux=flash_ext.AuxRequest(lse=True), **options,
+        )  # fmt: skip
+        return out, lse
+
+    def append() -> tuple[Tensor, ...]:
+        flash_ext.serving.append_kv(*new, k, v, slots)
+        return k, v
+
+    return {"forward": forward, "append": append}
+
+
+def calls_in_fp8(family: Family, device: str, backend: str | None) -> dict[str, Call]:
+    batch, rows, keys, heads, heads_k, d = family.sizes
+    tensors = (torch.randn(batch, n, h, d, device=device).bfloat16()
+               for n, h in ((rows, heads), (keys, heads_k), (keys, heads_k)))  # fmt: skip
+    q, k, v = tensors
+    x = flash_ext.fp8.quantize_fp8(q, k, v, mode=family.fp8)
+
+    def quantise() -> tuple[Tensor, ...]:
+        made = flash_ext.fp8.quantize_fp8(q, k, v, mode=family.fp8)
+        return made.q, made.k, made.v
+
+    def forward() -> tuple[Tensor, ...]:
+        return (flash_ext.fp8.attention_fp8(x, backend=backend, **dict(family.options)),)
+
+    return {"quantise": quantise, "forward": forward}
 
 
 def in_new_threads(calls: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, BaseException]]:
@@ -128,6 +213,7 @@ def soak(devices: list[str], seconds: float, per_second: int) -> tuple[int, list
         f"{device} {name} {what}": call
         for device in devices
         for name, family in FAMILIES.items()
+        if has_kernels(family, device)
         for what, call in calls_of(family, device).items()
     }
     for device in devices:

@@ -29,7 +29,7 @@ struct BwdTraits {
   static constexpr int kDqRows = kBlockM / kTile.dq_warps_m, kDqWarpsD = kKeyWarps / kTile.dq_warps_m;
   static_assert(kDqRows % 16 == 0 && kKeyWarps % kTile.dq_warps_m == 0);
   // The first warps of the pairs take half of dQ's columns, in whole 16-column steps a warp. (Giving them more,
-  // since the second ones wait for P, was slower: docs/benchmarks.md.) With modifiers they have those to work on.
+  // since the second ones wait for P, is slower: docs/benchmarks.md.) With modifiers they have those to work on.
   static constexpr int kDqSteps = kPaired ? 2 * 16 * kDqWarpsD : 1;
   static constexpr int kDqColsFirst = kMods ? 0 : kPaired ? (D + kDqSteps - 1) / kDqSteps * kDqSteps / 2 : D;
   static constexpr int kDqAhead = 2;

@@ -53,7 +53,7 @@ struct CacheRows {
 
   __device__ void operator()(uint32_t tile, const uint16_t* from, const StridedView& view, int columns, int first,
                              int sharing_idx) const {
-    load_cached_tile<T::kKeys, T::kHeadDim, T::kSharing>(tile, keys, cache, view, from, columns, first, sharing_idx);
+    load_cached_tile<T::kKeys, T::kLoadedDim, T::kSharing>(tile, keys, cache, view, from, columns, first, sharing_idx);
   }
 };
 

@@ -17,16 +17,18 @@
 #include "../../common/debug_delay.cuh"
 #include "../../common/float_results.cuh"
 #include "../../common/fragments.cuh"
-#include "../../common/seqlen.cuh"
 #include "../../common/softmax.cuh"
-#include "../../kv_splits.h"
-#include "../../ptx/sm80.cuh"
+#include "rows.cuh"
 
 namespace flash_ext::sm80 {
+
+template <typename T>
+struct HeldOperands;
 
 template <typename E, int D, int kPackedRows>
 struct SplitTraits {
   using Element = E;
+  using Operands = HeldOperands<SplitTraits>;
   static constexpr int kHeadDim = D;
   static constexpr SplitTile kTile = split_tile(D, kPackedRows);
   static constexpr int kRows = kTile.rows, kKeys = kTile.keys, kStages = kTile.stages, kBlockN = kTile.block_n();
@@ -36,6 +38,10 @@ struct SplitTraits {
   static constexpr int kOutPitch = D + SplitTile::kOutPad;  // floats
   static constexpr int kAhead = 3;
   using Tile = SmemTile<D>;
+
+  // Loaders count K and V in units of 16 bits.
+  static constexpr int kLoadedDim = D;
+  __device__ static int loaded(int columns) { return columns; }
 };
 
 // What a row of a part of the keys has come to; nothing seen: {-inf, 0}.
@@ -49,66 +55,6 @@ struct RowState {
     return overall == -INFINITY ? 1.f : ptx::ex2((largest - overall) * scale_log2);
   }
 };
-
-struct SplitWork {
-  int b;  // of strides
-  int sequence;  // -1 or batch of rows outside every one
-  int h_k;
-  int part;
-  int first;  // packed row of the sequence
-  int rows;  // packed rows of the sequence from there on
-  Span q;
-  Span k;
-};
-
-template <int kRows>
-__device__ __forceinline__ SplitWork split_work(const Problem& p, const SplitGrid& g) {
-  SplitWork w;
-  const uint32_t rest = divide(blockIdx.x, g.heads_k);
-  const uint32_t slot = divide(rest, g.parts);
-  const int group = static_cast<int>(g.group.divisor);
-  w.h_k = static_cast<int>(blockIdx.x - rest * g.heads_k.divisor);
-  w.part = static_cast<int>(rest - slot * g.parts.divisor);
-  if (p.cu_seqlens_q != nullptr) {
-    const TileSlot found = find_slot<kRows, true>(p.cu_seqlens_q, p.total_q, p.cu_seqlens_k, p.total_k, p.batch,
-                                                  static_cast<int>(slot), g.group.divisor);
-    w.b = 0;
-    w.sequence = found.b;
-    w.first = found.block * kRows;
-    w.q = found.rows;
-    w.k = found.others;
-  } else {
-    const uint32_t b = divide(slot, g.tiles);
-    w.b = w.sequence = static_cast<int>(b);
-    w.first = static_cast<int>(slot - b * g.tiles.divisor) * kRows;
-    w.q = {0, p.seqlen_q};
-    w.k = {0, p.seqlen_k};
-  }
-  w.rows = w.q.length * group - w.first;
-  return w;
-}
-
-// Where a packed row lies in q, out and lse.
-struct RowPlace {
-  int b;
-  int64_t row;
-  int h;
-
-  __device__ int64_t lse_offset(const Problem& p) const {
-    if (p.cu_seqlens_q != nullptr) return h * p.total_q + row;
-    return (static_cast<int64_t>(b) * p.num_heads + h) * p.seqlen_q + row;
-  }
-  // Its number among all rows of the call, which fwd_merge_kernel goes by.
-  __device__ int64_t number(const Problem& p) const {
-    return (static_cast<int64_t>(b) * p.seqlen_q + row) * p.num_heads + h;
-  }
-};
-
-__device__ __forceinline__ RowPlace place_of(const SplitWork& w, const SplitGrid& g, int packed_row) {
-  const int query = static_cast<int>(divide(packed_row, g.group));
-  return {w.b, w.q.start + query,
-          w.h_k * static_cast<int>(g.group.divisor) + packed_row - query * static_cast<int>(g.group.divisor)};
-}
 
 // Two neighbouring elements of a row, zeros from `columns` on.
 __device__ __forceinline__ uint32_t load_pair(const uint16_t* row, int col, int columns, bool aligned) {
@@ -151,6 +97,42 @@ __device__ __forceinline__ void multiply_held(float (&acc)[1][kN][4], const uint
       });
 }
 
+// How a warp multiplies with tiles of K and V: its rows of Q stay in registers. quantized.cuh has the same for a cache of
+// 8 bits.
+template <typename T>
+struct HeldOperands {
+  using E = typename T::Element;
+  static constexpr int D = T::kHeadDim;
+  uint32_t q[D / 16][4];
+
+  __device__ void begin(const FwdParams& p, const SplitGrid& g, const SplitWork& w, int warp_row, int lane) {
+    load_queries<T>(q, p, g, w, warp_row, lane);
+  }
+  // Tiles of keys come from `first` on.
+  __device__ void expect(int first) const {}
+  // Raw scores of a tile, which begins at first_of(0), as the next one at first_of(1).
+  template <int kN, typename First>
+  __device__ void score(float (&s)[1][kN][4], uint32_t k_lane, const First& first_of) const {
+    multiply_held<E, D, T::kAhead>(s, q, k_lane);
+  }
+  template <int kN>
+  __device__ void add(float (&acc_o)[1][D / 8][4], const float (&weights)[1][kN][4], uint32_t v_lane) const {
+    multiply_accumulate<E, D, T::kAhead>(acc_o, weights, v_lane);
+  }
+  // One of the thread's two rows of outputs goes to `row` in shared memory.
+  __device__ static void leave(const Problem&, const float (&acc_o)[1][D / 8][4], int half, float* row, int lane) {
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j) {
+      *reinterpret_cast<float2*>(row + 8 * j + lane % 4 * 2) =
+          make_float2(acc_o[0][j][2 * half], acc_o[0][j][2 * half + 1]);
+    }
+  }
+  template <typename Store>
+  __device__ static void with_result_type(const Problem&, const Store& store) {
+    store.template operator()<E>();
+  }
+};
+
 // Stores up to 4 neighbouring columns of a result.
 template <typename E>
 __device__ __forceinline__ void store_quad(const StridedView& out, const RowPlace& at, int col, int columns,
@@ -186,18 +168,6 @@ __device__ __forceinline__ float finish_row(const RowState& s, float scale_log2,
   lse = s.is_empty() ? -INFINITY : shift * (scale_log2 * kLn2) + logf(s.sum);
   return s.is_empty() ? 0.f : 1.f / s.sum;
 }
-
-// Packed rows of a tile of a CTA, and where they lie.
-struct SplitRows {
-  const SplitGrid& g;
-  const SplitWork& w;
-  int count;  // of a full tile
-
-  __device__ int last() const { return min(count, w.rows) - 1; }
-  __device__ RowPlace place(int r) const { return place_of(w, g, w.first + min(r, w.rows - 1)); }
-  // Inside the sequence.
-  __device__ int query(int r) const { return static_cast<int>(divide(w.first + min(r, last()), g.group)); }
-};
 
 // What a thread's two rows see, and what becomes of their scores, in calls without modifiers. mod.cuh has the other one.
 struct PlainRules {
@@ -308,7 +278,9 @@ __device__ __forceinline__ void store_rows(const FwdParams& p, const SplitGrid& 
       const float inverse = rules.finish(p, all, at, col == 0);
 #pragma unroll
       for (float& y : x) y *= inverse;
-      if (col < columns) store_quad<typename T::Element>(p.out, at, col, columns, x);
+      if (col < columns) {
+        T::Operands::with_result_type(p.problem, [&]<typename E>() { store_quad<E>(p.out, at, col, columns, x); });
+      }
     } else {
       const int64_t row = numbers(at, r);
       if (col == 0) row_states(p, g, w.part)[row] = all;
@@ -324,7 +296,8 @@ template <typename T, typename Rules, typename LoadRows, typename Numbers>
 __device__ __forceinline__ void attend(const FwdParams& p, const SplitGrid& g, const SplitWork& w, Rules& rules,
                                        const SplitRows& rows, const BlockRange& part, const uint16_t* k,
                                        const uint16_t* v, RowState (&states)[T::kKeyWarps][T::kRows], bool is_whole,
-                                       const LoadRows& load_rows, const Numbers& numbers) {
+                                       const LoadRows& load_rows, const Numbers& numbers,
+                                       typename T::Operands operands = {}) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, kKeys = T::kKeys, kStages = T::kStages;
   extern __shared__ __align__(128) unsigned char smem[];
@@ -333,10 +306,10 @@ __device__ __forceinline__ void attend(const FwdParams& p, const SplitGrid& g, c
   const int begin = part.begin, end = part.end;
 
   const uint32_t ring_at = ptx::smem_address(smem) + ring * T::kRingBytes;
+  const auto first_key = [&](int block) { return rules.template first_key<T::kBlockN>(block) + ring * kKeys; };
   const auto load = [&](const uint16_t* from, const StridedView& view, int columns, int stage, int block) {
     if (block < end) {
-      const int first = rules.template first_key<T::kBlockN>(block) + ring * kKeys;
-      load_rows(ring_at + stage * T::kStageBytes, from, view, columns, first, sharing_idx);
+      load_rows(ring_at + stage * T::kStageBytes, from, view, T::loaded(columns), first_key(block), sharing_idx);
     }
     ptx::cp_async_commit();
   };
@@ -348,8 +321,8 @@ __device__ __forceinline__ void attend(const FwdParams& p, const SplitGrid& g, c
     load(is_k ? k : v, is_k ? p.k : p.v, is_k ? p.problem.head_dim : p.problem.head_dim_v, i, begin + i / 2);
   }
 
-  uint32_t q[D / 16][4];
-  load_queries<T>(q, p, g, w, warp_row, lane);
+  operands.begin(p, g, w, warp_row, lane);
+  if (begin < end) operands.expect(first_key(begin));
   rules.begin(rows, warp_row + lane / 4);
 
   float acc_o[1][D / 8][4];
@@ -377,13 +350,13 @@ __device__ __forceinline__ void attend(const FwdParams& p, const SplitGrid& g, c
     if constexpr (kStages % 2 == 0) load_v(free_k, block + (kStages - 1) / 2);
     else load_k(free_k, block + (kStages - 1) / 2);
     float s[1][kKeys / 8][4];
-    multiply_held<E, D, T::kAhead>(s, q, k_lane + stage * T::kStageBytes);
-    weigh<E>(s, acc_o, state, rules, rules.template first_key<T::kBlockN>(block) + ring * kKeys);
+    operands.score(s, k_lane + stage * T::kStageBytes, [&](int ahead) { return first_key(block + ahead); });
+    weigh<E>(s, acc_o, state, rules, first_key(block));
     step();
     const int free_v = wait();
     if constexpr (kStages % 2 == 0) load_k(free_v, block + kStages / 2);
     else load_v(free_v, block + kStages / 2);
-    multiply_accumulate<E, D, T::kAhead>(acc_o, s, v_lane + stage * T::kStageBytes);
+    operands.add(acc_o, s, v_lane + stage * T::kStageBytes);
     step();
   }
 
@@ -399,11 +372,7 @@ __device__ __forceinline__ void attend(const FwdParams& p, const SplitGrid& g, c
     sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
     sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
     if (lane % 4 == 0) states[ring][r] = {state.row_max[half], sum};
-    float* row = out + (ring * T::kRows + r) * T::kOutPitch + lane % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < D / 8; ++j) {
-      *reinterpret_cast<float2*>(row + 8 * j) = make_float2(acc_o[0][j][2 * half], acc_o[0][j][2 * half + 1]);
-    }
+    operands.leave(p.problem, acc_o, half, out + (ring * T::kRows + r) * T::kOutPitch, lane);
   }
   __syncthreads();
   store_rows<T>(p, g, w, rules, is_whole, numbers, states, out);

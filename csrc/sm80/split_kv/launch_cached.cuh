@@ -15,7 +15,7 @@ std::string launch_fwd_split_cached(const FwdCall& c, const Launch& l) {
   return dispatch_dtype(p.problem.dtype, [&]<typename E>() {
     if (l.kernel == KernelId::kFwdMergeCached80) {
       return launch_planned(l, fwd_merge_cached_kernel<E>, SplitTile::kThreads, 0, p.stream, p, g, c.cache,
-                            c.plan.kv_cache, ending_of(c), l.rows.above, split_tile(D, 16).block_n());
+                            c.plan.kv_cache, ending_of(c), l.rows.above, c.plan.kv_cache.narrow_block_n);
     }
     return with_tile<E, D>(l.block_m, [&]<typename T>() {
       return launch_planned(l, fwd_split_cached_kernel<T>, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g, c.cache,

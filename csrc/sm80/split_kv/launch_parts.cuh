@@ -17,7 +17,8 @@ inline FwdParams params_of(const FwdCall& c) {
 inline RowEnding ending_of(const FwdCall& c) {
   switch (c.plan.main_launch().kernel) {
     case KernelId::kFwdSplitMod80:
-    case KernelId::kFwdSplitCachedMod80: return RowEnding::of(c.modifiers);
+    case KernelId::kFwdSplitCachedMod80:
+    case KernelId::kFwdSplitQuantized80: return RowEnding::of(c.modifiers);
     case KernelId::kFwdParts90: return {1.f};  // its maxima are scaled
     default: return {c.p.problem.abs_scale_log2};
   }

@@ -90,7 +90,7 @@ struct BwdTraits {
   static constexpr bool kPool = kDq == DqKind::kUnordered;  // may have its accumulators in a pool
   static constexpr bool kMakesDq = kDq != DqKind::kElsewhere, kStores = kDq == DqKind::kStored;
   // Tiles of a work tile still to load when the next one is fetched: one fetched early is kept from a CTA that is free
-  // before (causal, 4k to 16k rows: 5 %), and additions in order want work tiles to begin in the order in which they
+  // before, and additions in order want work tiles to begin in the order in which they
   // are fetched.
   static constexpr int kFetchAhead = 2;
   static constexpr int kHeadDim = D;
@@ -102,11 +102,10 @@ struct BwdTraits {
   static constexpr int kGroupKeys = kBlockN / 2;  // of a consumer warpgroup
   static constexpr int kStages = kTile.stages, kChunks = chunks_of(D), kConsumerWarps = 8;
   static constexpr int kKeyParts = kBlockN / 128, kPartRows = 128;  // boxes in which K and V come
-  // K of the next work tile comes to the place of V, which is free a step before that of K (1 to 2 %).
+  // K of the next work tile comes to the place of V, which is free a step before that of K.
   static constexpr bool kPlacesSwap = !kIndependent;
   // Steps of 16 columns of K and V, of 6, whose operands stay in registers for a whole work tile: at 96 columns shared
-  // memory is the limit (4k rows: 573 TFLOP/s with those of K, 580 with two of V beside, 547 with none). Others have no
-  // room.
+  // memory is the limit, and registers have room for those of K and two of V. Others have no room.
   static constexpr int kRsStepsK = D == 96 ? 6 : 0, kRsStepsV = D == 96 ? 2 : 0;
   static constexpr int kConsumerRegs = 240, kProducerRegs = 24;
   static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D), kDsBytes = BwdTile::kDsBytes;

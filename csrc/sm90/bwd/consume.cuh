@@ -9,7 +9,8 @@ namespace flash_ext::sm90 {
 // columns of dQ, one step late, so that neither waits for the other. S and dP of a step are issued behind dK of the
 // step before, while that runs. Of few rows dQ is another kernel's, and nothing meets (T::kMakesDq). kGroup: which
 // warpgroup, or -1 to tell at run time (where both have the same number of columns). What a step needs seldom is read
-// again from the work tile: registers that live across the loop cost 2 %.
+// again from the work tile: registers that live across the loop are short. The loop is not that of consume_independent(),
+// whose steps end before the next one begins, because two blocks of keys leave no registers for scores of the next.
 template <typename T, int kGroup>
 __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t smem, unsigned char* smem_bytes,
                                                     const BwdWorkTile* work_tiles, BwdBarriers<T> bars, int group) {

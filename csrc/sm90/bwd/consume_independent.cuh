@@ -7,14 +7,16 @@ namespace flash_ext::sm90 {
 
 // Two warpgroups with 128 keys each, in two blocks of 64, that share nothing but the stream of Q and dO. Where these are
 // all keys (T::kStores), their parts of dQ meet in shared memory: by turns one leaves its part, and the other adds it to its
-// own and stores the sum. Both then take every step, also one whose queries see none of their keys.
+// own and stores the sum. Both then take every step, also one whose queries see none of their keys. The loop is not that of
+// consume_cooperative(): dK and dV of two blocks fill the registers, so products go block by block within a step, and dS is
+// the warpgroup's own.
 template <typename T>
 __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t smem, unsigned char* smem_bytes,
                                                     const BwdWorkTile* work_tiles, BwdBarriers<T> bars, int group) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, kM = T::kBlockM;
-  // Read once: ptxas would read the thread's number in every step again, and spill 16 bytes (causal, 1k rows: 303 and
-  // 289 TFLOP/s); with ptx::fresh_lane() it spills 4.
+  // Read once: ptxas would read the thread's number in every step again, and spill 16 bytes; with
+  // ptx::fresh_lane() it spills 4.
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));
   const int warp = (threadIdx.x / 32) % 4;
@@ -71,7 +73,7 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
       const uint32_t q_low = uniform(descriptor_low(q_at, 16)), dout_low = uniform(descriptor_low(dout_at, 16));
       const float* stats =
           reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + ring.stage * 2 * kM + 2 * (lane % 4);
-      // Both blocks of keys use the same lse: to read it twice costs 4 to 5 %.
+      // Both blocks of keys use the same lse: to read it twice is slower.
       RegisterStats<32> lse;
       lse.load(stats);
       float s[32], dp[32];

@@ -1,7 +1,7 @@
 // The dQ pool: accumulators of dq that stay in the L2 cache, and dq made of them while the backward runs.
 //
 // Zeroed by a pass before and converted by a pass behind, accumulators go through memory four times: those of 16384
-// rows and 2048 columns are 134 MB, and the passes a quarter of the time at 512 keys. Here heads go in rounds of about
+// rows and 2048 columns are 134 MB, and few keys hide no pass (evidence: dq-pool). Here heads go in rounds of about
 // one work tile for each CTA, and only some rounds have accumulators at a time. When all work tiles of a round are
 // added, two producer warps of each CTA fetch its tiles of queries, convert them and put zeros in their place
 // (bwd/dq_pool_convert.cuh). When all tiles of a round are given back, work tiles of the round that comes to its place

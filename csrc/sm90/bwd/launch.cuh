@@ -53,7 +53,7 @@ std::string launch_bwd_as(const BwdCall& c, const Launch& l) {
   BwdMaps maps{};
   std::string error = encode_bwd_maps(maps, c.p, T::kBlockM, T::kPartRows);
   // With static scheduling a block of keys starts its walk later than the block before. Where warpgroups cooperate that
-  // gains nothing, and costs 1 % at 512 rows.
+  // gains nothing, and few rows lose by it.
   const int rotate = T::kIndependent ? T::kBlockN / T::kBlockM : 0;
   if (!l.dynamic) a.rotate = rotate;
   if (l.dq == DqMode::kOrdered) a.dq_semaphore = part_of<uint32_t>(c.workspace, c.plan.workspace.dq_semaphore);
@@ -89,7 +89,7 @@ std::string launch_bwd_fused(const BwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
     if (l.kernel == KernelId::kRowStatsAndZero90) return launch_row_stats_and_zero<E, D>(c, l);
     if (l.kernel == KernelId::kDqConvert90) {
-      return launch_planned(l, dq_convert_kernel<E, D>, 128, 0, c.p.stream, c.hopper(), l.grid,
+      return launch_planned(l, dq_convert_kernel<E, D>, kDqConvertThreads, 0, c.p.stream, c.hopper(), l.grid,
                             static_cast<int>(query_tiles_per_head(c.p.problem)));
     }
     if constexpr (D == kStoredHeadDim) {

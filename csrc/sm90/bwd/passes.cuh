@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kPassThreads)
 
 // dq = softmax_scale * dq_accum, in the type of dq. A warp takes the 16 rows that it has as a consumer.
 template <typename E, int D>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(kDqConvertThreads)
     dq_convert_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head) {
   ptx::wait_for_kernel_before();
   const QueryTile tile = locate_tile(p, grid, tiles_per_head);

@@ -245,7 +245,7 @@ __device__ __forceinline__ void store_rows(const StridedView& view, int b, const
 }
 
 // The same by way of the warp's own part of shared memory, 64 columns at `staging` and the others kNextChunk bytes
-// behind, swizzled: rows then leave as a whole, where registers give segments of 64 bytes (512 rows: 3 %).
+// behind, swizzled: rows then leave as a whole, where registers give segments of 64 bytes.
 template <typename E, int kNextChunk, int kCount>
 __device__ __forceinline__ void store_rows_staged(const StridedView& view, int b, const Span& span, int h,
                                                   const float (&x)[kCount], float scale, int columns, int warp_row,

@@ -7,6 +7,7 @@
 namespace flash_ext::sm90 {
 
 inline constexpr int kBwdControlBytes = 1024;  // work tiles and barriers, above head_dim 128
+inline constexpr int kDqConvertThreads = 128;  // a warp for 16 of the 64 rows of a tile of queries
 
 // A CTA owns block_n keys and streams tiles of 64 queries. Its two consumer warpgroups share one block of 128 keys, 64
 // each, or (`independent`) have 128 keys each and nothing in common but the stream.

@@ -98,7 +98,7 @@ struct BwdChunk {
 
 // What a kernel does beside hiding scores. Code that never runs costs all the same, in registers, in instructions that
 // are not there when they are needed, and in the order that ptxas finds: a bias in fp32 has a kernel of its own
-// (kAddingFloat), because to be able to store its gradient cost 16-bit ones 3 %. kPlain: no modifiers at all
+// (kAddingFloat), because to be able to store its gradient slows 16-bit ones. kPlain: no modifiers at all
 // (bwd_split/kernel.cuh).
 enum class ScoreKind { kHiding, kAdding, kAddingFloat, kCapping, kDropping, kAddingDropping, kPlain };
 
@@ -132,8 +132,8 @@ struct BwdModTraits {
   // Steps whose mask words have a place: those of a step are made during the two steps before it. Where a bias has
   // taken the place that others have for them there is one, for visible scores, then dropped ones.
   static constexpr int kMaskStages = kAdds ? 1 : 4, kMaskWordBytes = 4 * 32 * kConsumerWarps;
-  // Whether words hide what lies behind the ends of sequences. With one place for words that cost a fifth of the time at
-  // 197 keys and head_dim 64, so consumers do it; at 128, and beside dropout, that would spill.
+  // Whether words hide what lies behind the ends of sequences. With one place for words that is slow for few keys, so
+  // consumers do it; at head_dim 128, and beside dropout, that would spill. Evidence: fused-bwd-mod.
   static constexpr bool kMakersHideEnds = !kAdds || kDrops || D > 64;
   // Tiles left to load when the next work tile is fetched: its tiles must be classified first.
   static constexpr int kFetchAhead = 6;

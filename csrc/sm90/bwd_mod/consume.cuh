@@ -7,6 +7,8 @@
 
 namespace flash_ext::sm90 {
 
+// The loop is not that of consume_cooperative(): what changes scores needs the registers in which that one keeps its walk,
+// stages and phases, which here follow from one count and from what warp 0 lists.
 template <typename T>
 __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t smem, unsigned char* smem_bytes,
                                                  ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {

@@ -1,11 +1,9 @@
 // The consumers of the kernel of dK and dV of the sm90 split backward.
 //
 // A warpgroup issues the scores of the next step together with the gradient product of this one, also across work
-// tiles: exponentials overlap that product. That wants three tiles of Q and dO in shared memory (head_dim 256, 16k
-// rows: 923 TFLOP/s, as of all five products, with three tiles of 48 queries, 750 with two of 64 in either order; 0.94
-// to 0.99 of that speed, and up to 1.05 with causal 1k rows, with one step after the other). The products of a step
-// that does not exist (behind the last one) read what lies there, and nothing comes of them: a branch around them would
-// make ptxas serialise all.
+// tiles: exponentials overlap that product. That wants three tiles of Q and dO in shared memory: at head_dim 256 three of
+// 48 queries are faster than two of 64 (evidence: split-bwd-wide). The products of a step that does not exist (behind the
+// last one) read what lies there, and nothing comes of them: a branch around them would make ptxas serialise all.
 #pragma once
 
 #include "steps.cuh"

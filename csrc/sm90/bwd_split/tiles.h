@@ -17,7 +17,7 @@ struct SplitBwdTile {
 
   static constexpr int kKeys = 64, kQueries = 128, kThreads = 384;
   // In fp32: dS of rounded weights would be rounded twice, which makes the error of dK 1.22 times as large. That kernel
-  // is 3 % faster with weights of 16 bits.
+  // would be a little faster with weights of 16 bits.
   constexpr int weight_bytes() const { return block_m * kKeys * 4; }
   constexpr int stats_bytes() const { return stages * block_m * 8; }
   constexpr int dkv_smem_bytes(int d, int dv) const {

@@ -6,7 +6,7 @@
 // sees (above the diagonal, left of a window) are skipped by it alone.
 //
 // Where a sequence's last tile of keys holds kNarrow or fewer, weights are made of, and multiplied by, the first kNarrow
-// alone: with 197 keys the kernel takes 0.94 of the time. Its scores have the usual width, because wgmma of two widths
+// alone, which few keys notice. Its scores have the usual width, because wgmma of two widths
 // on the same registers would be serialised.
 #pragma once
 
@@ -71,7 +71,7 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
   constexpr int kPingpongThreads = 256;  // of the warpgroup whose turn it is and of the one before
   const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
   // Of two warpgroups the second one has the first rows: the other one, whose turn is the first, may have few rows, and then
-  // goes on to the next tile sooner (197 queries and keys: 175 us, and 167 so; of three the order costs 0.5 %).
+  // goes on to the next tile sooner. Of three that is slower: docs/benchmarks.md.
   const int rows_at = T::kConsumers == 2 ? 1 - group : group;  // in 64 rows
   const int warp_row = rows_at * 64 + warp * 16, row_in_tile = warp_row + lane / 4;
   const uint32_t q_base = descriptor_low(smem + T::kQAt + rows_at * 64 * 128, 16);

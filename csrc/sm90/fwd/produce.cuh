@@ -120,8 +120,8 @@ __device__ __forceinline__ void schedule_work(const Args& a, const FwdMaps& maps
 }
 
 // Second warp: streams K and V through the ring in the order of use, K0, K1, V0, K2, V1, ... without a seam between
-// work tiles. As fwd_mod/produce.cuh has it, in a struct, it makes ptxas order the code of the consumers otherwise:
-// 0.98 of the speed at head sizes (192, 128).
+// work tiles. As fwd_mod/produce.cuh has it, in a struct, it makes ptxas order the code of the consumers otherwise,
+// which is slower at head sizes (192, 128).
 template <typename T, typename Tile>
 __device__ __forceinline__ void load_tiles(const FwdArgs& a, const FwdMaps& maps, uint32_t smem, const Tile* work_tiles,
                                            Barriers<T> bars) {

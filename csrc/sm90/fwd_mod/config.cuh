@@ -34,11 +34,9 @@ struct FwdModArgs {
 };
 
 // What a kernel does beside hiding scores. Code that never runs costs all the same, in registers and in the order that
-// ptxas finds: a call with sinks alone was 0.81 of the plain kernel with all of it and is 0.84 without, dropout at
-// head_dim 256 0.58 and 0.66.
+// ptxas finds. Evidence: masked-variants.
 // kExponents knows slopes or a softcap, kBias a bias of 16 bits that TMA brings, kLooseBias a loose one (loose_bias.cuh),
-// kFloatBias one in fp32, all without dropout or one of the others. Forwards with a bias of 16 bits at head_dim 64 take
-// 0.8 of the time that they take with all of it.
+// kFloatBias one in fp32, all without dropout or one of the others.
 // kM192Hides hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to whole tiles what that kernel
 // does. The others of m192 have slopes, a softcap or dropout besides, and need them.
 enum class FwdModKind {

@@ -1,7 +1,6 @@
 // A bias that is loose (bias_rows.h): its rows begin anywhere, where TMA wants 16 bytes, also of each box. A loader copies the
 // 16-byte pieces that hold a row's keys of a tile, and consumers take their elements from them. A copy in front of the
-// kernel moves twice the bytes that the kernel reads: 577 rows and keys, head_dim 128, took 785 us, of which 360 were the
-// copy (H100).
+// kernel moves twice the bytes that the kernel reads, and takes about as long. Evidence: masked-variants.
 #pragma once
 
 #include "../../common/modifiers.cuh"
@@ -21,8 +20,7 @@ __device__ __forceinline__ int elements_behind(const BiasView& x, int b, int h, 
 
 // Called by a warp: copies kRows rows from `row0` on, kLooseKeys keys from `col0` on, to rows of kLoosePitch bytes, and has
 // them complete a phase of `bar`, which counts one arrival. What lies beyond the bias becomes 0. Addresses are made for eight
-// rows, and those of the next eight are as far behind 16 bytes. Made for each piece, 577 keys of head_dim 64 took 771 us for
-// 583 (H200).
+// rows, and those of the next eight are as far behind 16 bytes: made for each piece they are slower (docs/benchmarks.md).
 template <int kRows>
 __device__ __forceinline__ void load_loose_bias(const BiasView& x, int b, int h, int row0, int col0, uint32_t to,
                                                 uint32_t bar) {

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ... import AuxRequest, attention, forward, masks, serving
 from ..._log import logged
+from ..._owners import with_one_owner
 
 
 @logged
@@ -100,7 +101,7 @@ def flash_attn_with_kvcache(
         # A sequence whose entry is not there has no keys, and no other's.
         entries, exists = _inside(cache_batch_idx.long().expand(batch), k_cache.shape[0])
         if appends:
-            exists = _with_one_owner(entries, exists)
+            exists = with_one_owner(entries, exists)
         lengths = lengths.where(exists, 0)
     if rotary_cos is not None or rotary_sin is not None:
         if rotary_cos is None or rotary_sin is None or k is None:
@@ -173,26 +174,6 @@ def _check_own_rows(**caches: Tensor) -> None:
         if any(stride == 0 and size > 1 for stride, size in zip(cache.stride(), cache.shape)):
             strides = tuple(cache.stride())
             raise ValueError(f"{name} must not be expanded to append to it, got strides {strides}.")
-
-
-def _with_one_owner(entries: Tensor, exists: Tensor) -> Tensor:
-    """``exists`` without the sequences whose entry an earlier one appends to.
-
-    Both would write the same rows, and the one whose keys are overwritten would attend to the other's.
-
-    Raises:
-        ValueError: there are such sequences, where the host sees the values.
-    """
-    earlier = ((entries[:, None] == entries) & exists).tril(-1).any(1) & exists
-    if _is_seen(earlier) and bool(earlier.any()):
-        twice = int(entries[earlier][0])
-        raise ValueError(f"cache_batch_idx must not name entry {twice} for two sequences to append to it.")
-    return exists & ~earlier
-
-
-def _is_seen(t: Tensor) -> bool:
-    """Whether the host can look at values of t without waiting for anything."""
-    return t.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _inside(index: Tensor, size: int) -> tuple[Tensor, Tensor]:

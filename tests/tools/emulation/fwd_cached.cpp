@@ -1,4 +1,4 @@
-// csrc/sm80/split_kv/cached.cuh, and cached_mod.cuh with trees, on a CPU against a model in float64. Built and run by
+// csrc/sm80/split_kv/cached.cuh, cached_mod.cuh with trees, and quantized.cuh, on a CPU against a model in float64. Built and run by
 // tests/kernels/test_emulation.py.
 //
 //   fwd_cached [--all] [--seed N] [--fault N]
@@ -12,7 +12,7 @@
 #include <string>
 
 #include "plan.h"
-#include "sm80/split_kv/cached_mod.cuh"
+#include "sm80/split_kv/quantized.cuh"
 #include "sm90/fwd_cached/pieces.cuh"
 
 namespace flash_ext {
@@ -22,6 +22,7 @@ std::mt19937 generator(7);
 int below(int n) { return static_cast<int>(generator() % static_cast<uint32_t>(n)); }
 
 enum class Where { kPages, kRows, kEntries };
+enum class Factors { kNone, kHeads, kSlots };
 
 struct Case {
   std::string name;
@@ -30,7 +31,10 @@ struct Case {
   int page = 16, heads = 4, heads_k = 2, d = 64, dv = 64, left = -1, right = -1;
   bool packed = true, unaligned = false, together = false;  // K and V of a token side by side
   bool tree = false;  // of new tokens
-  int outside = 0;                                          // rows of packed q before and after the sequences
+  CacheType type = CacheType::k16Bit;
+  Factors factors = Factors::kNone;
+  float size_of_q = 1.f;
+  int outside = 0;  // rows of packed q before and after the sequences
   int keys_of_part = 0, least_keys = 0;
   int most_queries = 0;  // of a sequence, as the host believes; 0: the most there are
 
@@ -38,9 +42,10 @@ struct Case {
 };
 
 std::vector<Case> few_cases() {
-  std::vector<Case> list(5);
+  std::vector<Case> list(7);
   list[0].name = "pages of 16";
-  list[1].name = "pages of 1, causal", list[1].lq = {5, 2, 1}, list[1].lk = {129, 0, 1}, list[1].page = 1, list[1].right = 0;
+  list[1].name = "pages of 1, causal", list[1].lq = {5, 2, 1}, list[1].lk = {129, 0, 1}, list[1].page = 1,
+  list[1].right = 0;
   list[1].outside = 2;
   list[2].name = "few and many rows", list[2].lq = {1, 20, 0, 30}, list[2].lk = {200, 150, 9, 31}, list[2].page = 24;
   list[2].right = 0, list[2].outside = 1;
@@ -48,6 +53,10 @@ std::vector<Case> few_cases() {
   list[3].most_queries = 20, list[3].outside = 9;
   list[4].name = "trees", list[4].lq = {1, 7, 0, 40, 20}, list[4].lk = {200, 150, 9, 131, 11}, list[4].outside = 2;
   list[4].tree = true;
+  list[5].name = "e4m3, factors of heads", list[5].type = CacheType::kE4m3, list[5].factors = Factors::kHeads;
+  list[5].lq = {1, 20, 3}, list[5].lk = {333, 90, 0}, list[5].right = 0, list[5].outside = 1;
+  list[6].name = "int8, factors of slots", list[6].type = CacheType::kInt8, list[6].factors = Factors::kSlots;
+  list[6].lq = {1, 20, 3}, list[6].lk = {333, 90, 7}, list[6].right = 0, list[6].page = 1, list[6].d = list[6].dv = 128;
   return list;
 }
 
@@ -72,19 +81,36 @@ std::vector<Case> all_cases() {
   add("parts of 128 keys", [](Case& c) { c.keys_of_part = 128, c.lk = {300, 129, 128, 1}, c.lq = {1, 1, 1, 1}; });
   add("parts of 256 at least", [](Case& c) { c.least_keys = 256, c.lk = {700, 20}; });
   add("more queries than said", [](Case& c) { c.most_queries = 1, c.lq = {40, 1}, c.right = 0; });
-  add("fewer queries, d256", [](Case& c) { c.most_queries = 12, c.d = c.dv = 256, c.lq = {1}, c.lk = {300}, c.outside = 6; });
+  add("fewer queries, d256",
+      [](Case& c) { c.most_queries = 12, c.d = c.dv = 256, c.lq = {1}, c.lk = {300}, c.outside = 6; });
   add("d256, many rows", [](Case& c) { c.d = c.dv = 256, c.lq = {20, 1}, c.page = 2; });
   add("trees, dense q", [](Case& c) { c.packed = false, c.tree = true, c.lq = {31, 31}, c.lk = {95, 30}; });
-  add("trees of 64", [](Case& c) { c.tree = true, c.heads = c.heads_k = 1, c.lq = {64, 64}, c.lk = {64, 161}, c.page = 5; });
+  add("trees of 64",
+      [](Case& c) { c.tree = true, c.heads = c.heads_k = 1, c.lq = {64, 64}, c.lk = {64, 161}, c.page = 5; });
   add("trees, many rows", [](Case& c) { c.tree = true, c.heads_k = 1, c.lq = {64, 2}, c.lk = {300, 333}, c.page = 8; });
-  add("trees of many rows, parts that differ", [](Case& c) {
-    c.tree = true, c.right = 0, c.heads_k = 1, c.lq = {64, 2}, c.lk = {130, 333}, c.page = 8;
-  });
-  add("trees, first tiles without keys", [](Case& c) {
-    c.tree = true, c.right = 0, c.heads_k = 1, c.lq = {64, 2}, c.lk = {30, 333}, c.page = 8;
-  });
+  add("trees of many rows, parts that differ",
+      [](Case& c) { c.tree = true, c.right = 0, c.heads_k = 1, c.lq = {64, 2}, c.lk = {130, 333}, c.page = 8; });
+  add("trees, first tiles without keys",
+      [](Case& c) { c.tree = true, c.right = 0, c.heads_k = 1, c.lq = {64, 2}, c.lk = {30, 333}, c.page = 8; });
   add("trees, d256", [](Case& c) { c.tree = true, c.d = c.dv = 256, c.lq = {5, 33}, c.lk = {100, 70}; });
   add("trees in rows", [](Case& c) { c.tree = true, c.where = Where::kRows, c.lq = {3, 8}, c.lk = {129, 64}; });
+  const auto add_bytes = [&](const char* name, CacheType type, Factors factors, const auto& change) {
+    add(name, [&](Case& c) { c.type = type, c.factors = factors, change(c); });
+  };
+  using enum CacheType;
+  using enum Factors;
+  add_bytes("e4m3", kE4m3, kNone, [](Case&) {});
+  add_bytes("e4m3, slots, d256", kE4m3, kSlots, [](Case& c) { c.d = c.dv = 256, c.lq = {1, 30}, c.page = 5; });
+  add_bytes("int8, heads, d256", kInt8, kHeads, [](Case& c) { c.d = c.dv = 256, c.lq = {30, 1}, c.page = 32; });
+  add_bytes("e4m3, d80/48", kE4m3, kSlots, [](Case& c) { c.d = 80, c.dv = 48, c.lq = {2, 33}; });
+  add_bytes("int8, entries", kInt8, kSlots,
+            [](Case& c) { c.where = Where::kEntries, c.packed = false, c.lq = {3, 3}; });
+  add_bytes("e4m3, K and V together", kE4m3, kHeads, [](Case& c) { c.together = true, c.page = 64, c.heads_k = 1; });
+  add_bytes("e4m3, trees", kE4m3, kHeads, [](Case& c) { c.tree = true, c.lq = {5, 33}, c.lk = {100, 270}; });
+  add_bytes("int8, large q", kInt8, kSlots, [](Case& c) { c.size_of_q = 1e30f, c.lq = {1, 20}; });
+  add_bytes("e4m3, small q", kE4m3, kHeads, [](Case& c) { c.size_of_q = 1e-20f, c.lq = {1, 20}; });
+  add_bytes("int8, window", kInt8, kSlots,
+            [](Case& c) { c.lq = {7, 40}, c.lk = {500, 290}, c.left = 60, c.right = 3; });
   add("lengths of 0", [](Case& c) { c.lk = {0, 0}, c.lq = {2, 9}; });
   return list;
 }
@@ -97,17 +123,55 @@ struct Data {
   std::vector<uint16_t> q, kv, out;
   std::vector<float> lse;
   std::vector<uint64_t> workspace, tree;
+  std::vector<float> k_factors, v_factors;
+  QuantizedCache quantized;
   FwdParams p;
   Modifiers m;
   KvCache cache;
 
-  uint16_t draw() { return ptx::narrow<E>(std::normal_distribution<float>()(generator)); }
+  uint16_t draw(float size = 1.f) { return ptx::narrow<E>(size * std::normal_distribution<float>()(generator)); }
+  bool is_quantized() const { return c.type != CacheType::k16Bit; }
+  uint8_t draw_byte() {
+    if (c.type == CacheType::kInt8) return static_cast<uint8_t>(below(255) - 127);
+    return static_cast<uint8_t>(below(2) * 128 + below(0x44));  // up to 3.5
+  }
+  float widen_byte(uint8_t x) const { return c.type == CacheType::kInt8 ? static_cast<int8_t>(x) : ptx::widen_e4m3(x); }
+  // Element x of a key or a value at `from`, without its factor.
+  double element(const uint16_t* from, int x) const {
+    if (!is_quantized()) return ptx::widen<E>(from[x]);
+    return widen_byte(reinterpret_cast<const uint8_t*>(from)[x]);
+  }
+  // Slots that no length covers have NaN.
+  void make_factors(std::vector<float>& to, CacheFactors& f, float size) {
+    if (c.factors == Factors::kNone) return;
+    const int page = static_cast<int>(cache.page_size.divisor);
+    const bool of_slots = c.factors == Factors::kSlots;
+    to.assign(int64_t{1} * (of_slots ? cache.num_pages * page : batch) * c.heads_k, NAN);
+    f = {to.data(), int64_t{1} * (of_slots ? page : 1) * c.heads_k, c.heads_k, 1, of_slots};
+    const auto draw_factor = [&] { return size * std::exp2(0.5f * std::normal_distribution<float>()(generator)); };
+    for (int b = 0; b < batch; ++b) {
+      for (int j = 0; j < (of_slots ? c.lk[b] : 1); ++j) {
+        for (int h = 0; h < c.heads_k; ++h) *factor_at(f, b, j, h) = draw_factor();
+      }
+    }
+  }
+  float* factor_at(const CacheFactors& f, int b, int j, int h) const {
+    const int page = static_cast<int>(cache.page_size.divisor);
+    int64_t at = b * f.batch_stride;
+    if (f.of_slots && c.where == Where::kPages) at = table[b * max_pages + j / page] * f.batch_stride;
+    if (f.of_slots) at += j % page * f.row_stride;
+    return const_cast<float*>(f.ptr) + at + h * f.head_stride;
+  }
+  double factor(const CacheFactors& f, int b, int j, int h) const {
+    return f.ptr == nullptr ? 1. : *factor_at(f, b, j, h);
+  }
 
   explicit Data(const Case& of) : c(of), batch(static_cast<int>(of.lq.size())) {
     Problem& r = p.problem;
     r.dtype = std::is_same_v<E, __half> ? DType::kFloat16 : DType::kBFloat16;
     r.batch = batch, r.num_heads = c.heads, r.num_heads_k = c.heads_k, r.head_dim = c.d, r.head_dim_v = c.dv;
-    r.softmax_scale = 0.125f, r.window_left = c.left, r.window_right = c.right;
+    r.softmax_scale = 0.125f / (std::is_same_v<E, __half> ? 1.f : c.size_of_q), r.window_left = c.left,
+    r.window_right = c.right;
     r.total_q = c.rows();
     const int longest = *std::max_element(c.lk.begin(), c.lk.end());
     used = c.lk;
@@ -120,22 +184,24 @@ struct Data {
     }
     place_keys(longest);
     r.prepare();
+    make_factors(k_factors, quantized.k, c.type == CacheType::kInt8 ? 1.f / 100 : 1.f);
+    make_factors(v_factors, quantized.v, c.type == CacheType::kInt8 ? 1.f / 100 : 1.f);
     const int odd = c.unaligned ? 1 : 0;
     const auto view = [&](void* at, int heads, int columns) {
-      return StridedView{at, int64_t{1} * r.seqlen_q * heads * columns, int64_t{1} * heads * columns, columns,
-                         !c.unaligned && columns % 8 == 0, false};
+      return StridedView{at,      int64_t{1} * r.seqlen_q * heads * columns, int64_t{1} * heads * columns,
+                         columns, !c.unaligned && columns % 8 == 0,          false};
     };
     q.assign(r.total_q * c.heads * c.d + 16, 0);
-    for (uint16_t& x : q) x = draw();
+    for (uint16_t& x : q) x = draw(std::is_same_v<E, __half> ? 1.f : c.size_of_q);
     out.assign(r.total_q * c.heads * c.dv + 16, 0x7fff);
     p.q = view(aligned(q) + odd, c.heads, c.d);
     p.out = view(aligned(out) + odd, c.heads, c.dv);
     lse.assign(r.total_q * c.heads, NAN);
     p.lse = lse.data();
+    m.unit_log2 = r.abs_scale_log2;
     if (!c.tree) return;
     for (int i = 0; i < r.total_q; ++i) tree.push_back(uint64_t{generator()} << 32 | generator());
     m.tree = tree.data();
-    m.unit_log2 = r.abs_scale_log2;
   }
 
   static uint16_t* aligned(std::vector<uint16_t>& x) {
@@ -145,7 +211,9 @@ struct Data {
   // Everything is NaN but the keys in use.
   void place_keys(int longest) {
     Problem& r = p.problem;
-    const int odd = c.unaligned ? 1 : 0, d = c.d + (8 - c.d % 8) % 8 + odd, dv = c.dv + (8 - c.dv % 8) % 8 + odd;
+    const int units_d = is_quantized() ? c.d / 2 : c.d, units_dv = is_quantized() ? c.dv / 2 : c.dv;
+    const int odd = c.unaligned ? 1 : 0, d = units_d + (8 - units_d % 8) % 8 + odd,
+              dv = units_dv + (8 - units_dv % 8) % 8 + odd;
     int64_t slots = 0;
     int page = c.page;
     if (c.where == Where::kRows) {
@@ -198,6 +266,11 @@ struct Data {
     for (int b = 0; b < batch; ++b) {
       for (int j = 0; j < c.lk[b]; ++j) {
         for (int h = 0; h < c.heads_k; ++h) {
+          if (is_quantized()) {
+            for (int x = 0; x < c.d; ++x) reinterpret_cast<uint8_t*>(at(p.k, b, j, h))[x] = draw_byte();
+            for (int x = 0; x < c.dv; ++x) reinterpret_cast<uint8_t*>(at(p.v, b, j, h))[x] = draw_byte();
+            continue;
+          }
           for (int x = 0; x < c.d; ++x) at(p.k, b, j, h)[x] = draw();
           for (int x = 0; x < c.dv; ++x) at(p.v, b, j, h)[x] = draw();
         }
@@ -217,6 +290,7 @@ struct Data {
 
   double error() const {
     double worst = 0;
+    const double shift = c.type == CacheType::kInt8 ? 30 : 0;  // of exponents, which float64 need not hold otherwise
     const Problem& r = p.problem;
     const auto tally = [&](double got, double want) {
       const double off = got == want ? 0 : std::abs(got - want);
@@ -235,16 +309,20 @@ struct Data {
           if (c.tree && !shows(start + query, j - (keys - rows))) continue;
           if ((c.right >= 0 && j > level + c.right) || (c.left >= 0 && j < level - c.left)) continue;
           double score = 0;
-          const uint16_t *k = at(p.k, b, j, h / (c.heads / c.heads_k)), *v = at(p.v, b, j, h / (c.heads / c.heads_k));
-          for (int x = 0; x < c.d; ++x) score += double(ptx::widen<E>(own[x])) * ptx::widen<E>(k[x]);
-          const double weight = std::exp(score * r.softmax_scale);
+          const int h_k = h / (c.heads / c.heads_k);
+          const uint16_t *k = at(p.k, b, j, h_k), *v = at(p.v, b, j, h_k);
+          for (int x = 0; x < c.d; ++x) score += double(ptx::widen<E>(own[x])) * element(k, x);
+          const double weight = std::exp(score * factor(quantized.k, b, j, h_k) * r.softmax_scale - shift);
           sum += weight;
-          for (int x = 0; x < c.dv; ++x) sums[x] += weight * ptx::widen<E>(v[x]);
+          const double of_v = weight * factor(quantized.v, b, j, h_k);
+          for (int x = 0; x < c.dv; ++x) sums[x] += of_v * element(v, x);
         }
-        const uint16_t* got = static_cast<uint16_t*>(p.out.ptr) + (start + query) * p.out.row_stride + h * p.out.head_stride;
+        const uint16_t* got =
+            static_cast<uint16_t*>(p.out.ptr) + (start + query) * p.out.row_stride + h * p.out.head_stride;
         for (int x = 0; x < c.dv; ++x) tally(ptx::widen<E>(got[x]), sum > 0 ? sums[x] / sum : 0.);
-        const int64_t place = c.packed ? h * r.total_q + start + query : (int64_t{1} * b * c.heads + h) * r.seqlen_q + query;
-        tally(lse[place], sum > 0 ? std::log(sum) : -INFINITY);
+        const int64_t place =
+            c.packed ? h * r.total_q + start + query : (int64_t{1} * b * c.heads + h) * r.seqlen_q + query;
+        tally(lse[place], sum > 0 ? std::log(sum) + shift : -INFINITY);
       }
     }
     return worst;
@@ -263,7 +341,8 @@ bool pieces_agree(const Data<E>& x) {
         const CachedKeys keys = CachedKeys::of(x.p.problem, x.cache, b);
         for (int at = 0; at < (c.lk[b] / tile + 1) * tile * c.heads_k; ++at) {
           const int h = at % c.heads_k, j = at / c.heads_k;
-          const sm90::PiecePlace place = sm90::PiecePlace::of(keys, x.cache, *view, row_bytes, h, j / rows * rows, rows);
+          const sm90::PiecePlace place =
+              sm90::PiecePlace::of(keys, x.cache, *view, row_bytes, h, j / rows * rows, rows);
           const int64_t row = place.row + j % rows;
           const bool is_zero = row >= sm90::kMapRows;
           const uint64_t address = reinterpret_cast<uint64_t>(view->ptr) + row * row_bytes +
@@ -280,7 +359,8 @@ bool pieces_agree(const Data<E>& x) {
 }
 
 template <typename E, int D>
-void run(const FwdParams& p, const Modifiers& m, const Plan& plan, const KvCache& cache) {
+void run(const FwdParams& p, const Modifiers& m, const Plan& plan, const KvCache& cache,
+         const QuantizedCache& factors) {
   const SplitGrid& g = plan.split_kv;
   const KvCacheGrid& c = plan.kv_cache;
   for (const Launch& l : plan.steps()) {
@@ -288,7 +368,20 @@ void run(const FwdParams& p, const Modifiers& m, const Plan& plan, const KvCache
       emu::run_cta(l.threads, [&] {
         if (l.kernel == KernelId::kFwdMergeCached80) {
           sm80::fwd_merge_cached_kernel<E>(p, g, cache, c, sm80::RowEnding{p.problem.abs_scale_log2}, l.rows.above,
-                                           split_tile(D, 16).block_n());
+                                           c.narrow_block_n);
+        } else if (l.kernel == KernelId::kFwdSplitQuantized80) {
+          const auto run_tile = [&]<CacheType kType>() {
+            if (l.block_m == 16) {
+              sm80::fwd_split_quantized_kernel<sm80::QuantizedTraits<kType, D, 16>>(p, g, cache, c, l.rows, m, factors);
+            } else {
+              sm80::fwd_split_quantized_kernel<sm80::QuantizedTraits<kType, D, 64>>(p, g, cache, c, l.rows, m, factors);
+            }
+          };
+          if (l.cache_type == CacheType::kInt8) {
+            run_tile.template operator()<CacheType::kInt8>();
+          } else {
+            run_tile.template operator()<CacheType::kE4m3>();
+          }
         } else if (l.kernel == KernelId::kFwdSplitCachedMod80 && l.block_m == 16) {
           sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, 16>>(p, g, cache, c, l.rows, m);
         } else if (l.kernel == KernelId::kFwdSplitCachedMod80) {
@@ -308,7 +401,8 @@ void run(const FwdParams& p, const Modifiers& m, const Plan& plan, const KvCache
 template <typename E>
 bool agrees(const Case& c, int splits, bool lazy) {
   Data<E> x(c);
-  Request request{.problem = x.p.problem, .modifiers = c.tree ? &x.m : nullptr, .cache = &x.cache};
+  Request request{
+      .problem = x.p.problem, .modifiers = c.tree ? &x.m : nullptr, .cache = &x.cache, .cache_type = c.type};
   request.most_queries = c.most_queries > 0 ? c.most_queries : *std::max_element(c.lq.begin(), c.lq.end());
   request.constraints.kv_splits = splits;
   Plan made = plan(request, {.cc_major = 8, .cc_minor = 6, .num_sms = 4, .smem_per_block = 99 * 1024}, Arch::kSm80);
@@ -317,12 +411,12 @@ bool agrees(const Case& c, int splits, bool lazy) {
   x.p.schedule = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(x.workspace.data()) + 15) / 16 * 16);
   emu::lazy = lazy;
   const int size = padded_split_head_dim(c.d, c.dv);
-  if (size == 64) run<E, 64>(x.p, x.m, made, x.cache);
-  if (size == 128) run<E, 128>(x.p, x.m, made, x.cache);
-  if (size == 256) run<E, 256>(x.p, x.m, made, x.cache);
+  if (size == 64) run<E, 64>(x.p, x.m, made, x.cache, x.quantized);
+  if (size == 128) run<E, 128>(x.p, x.m, made, x.cache, x.quantized);
+  if (size == 256) run<E, 256>(x.p, x.m, made, x.cache, x.quantized);
   const bool is_half = std::is_same_v<E, __half>;
   const double found = x.error();
-  const bool good = found < (is_half ? 4e-3 : 3e-2) && (c.unaligned || pieces_agree(x));
+  const bool good = found < (is_half ? 4e-3 : 3e-2) && (c.unaligned || x.is_quantized() || pieces_agree(x));
   std::printf("%s %-22s %s %d parts, copies %s, error %.1e\n", good ? "ok  " : "FAIL", c.name.c_str(),
               is_half ? "fp16" : "bf16", splits, lazy ? "late" : "early", found);
   std::fflush(stdout);

@@ -161,5 +161,21 @@ template <typename E>
 float2 unpack2(uint32_t pair) {
   return {widen<E>(pair & 0xffff), widen<E>(pair >> 16)};
 }
+// e4m3: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities.
+inline float widen_e4m3(uint8_t bits) {
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  const float size = (bits & 0x7f) == 0x7f ? NAN
+                     : exponent == 0       ? std::ldexp(mantissa, -9)
+                                           : std::ldexp(8 + mantissa, exponent - 10);
+  return bits & 0x80 ? -size : size;
+}
+template <bool kInt8>
+uint2 bytes_as_half(uint32_t bytes) {
+  const auto half = [&](int i) -> uint32_t {
+    const uint8_t byte = bytes >> 8 * i & 0xff;
+    return narrow<__half>(kInt8 ? static_cast<int8_t>(byte) : widen_e4m3(byte));
+  };
+  return {half(0) | half(1) << 16, half(2) | half(3) << 16};
+}
 
 }  // namespace flash_ext::ptx

@@ -1,0 +1,43 @@
+// What the rules of calls share (checks.cpp, checks_cached.cpp). Comparisons also work for sizes that are not known while
+// tracing: those become run-time assertions.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <initializer_list>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "api.h"
+
+namespace flash_ext::checks {
+
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+
+// What a dimension may be; nothing: any size.
+using Sizes = std::vector<SymInt>;
+
+bool equal(const SymInt& a, const SymInt& b);
+bool at_most(const SymInt& a, const SymInt& b);
+
+// For messages.
+std::string dtype_of(const Tensor& t);
+std::string shape_of(const Tensor& t);
+
+bool is_reduced(c10::ScalarType dtype);  // fp16 or bf16
+bool is_wide(c10::ScalarType dtype);  // fp32 or fp64, which the CPU takes
+
+void check_devices(const Tensor& q, const Tensor& k, const Tensor& v);
+void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v, bool autocasts = true);
+void check_unit_stride(const Tensor& t, const char* name);
+void check_cu_seqlens(const Tensor& cu, const char* name, const Tensor& q);
+void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v);
+void check_options(const Tensor& q, const CallArgs& a);
+void check_modifier(const OptionalTensor& t, const char* name, const Tensor& q,
+                    std::initializer_list<c10::ScalarType> dtypes, const std::vector<Sizes>& sizes, bool contiguous);
+void check_of_heads(const Tensor& q, const SymInt& batch, const CallArgs& a);
+
+}  // namespace flash_ext::checks

@@ -1,0 +1,27 @@
+// The end of operand_lists.cuh.
+#undef FX_N8
+#undef FX_NAMES_16
+#undef FX_NAMES_24
+#undef FX_NAMES_32
+#undef FX_NAMES_40
+#undef FX_NAMES_48
+#undef FX_NAMES_56
+#undef FX_NAMES_64
+#undef FX_NAMES_72
+#undef FX_NAMES_80
+#undef FX_NAMES_88
+#undef FX_NAMES_96
+#undef FX_NAMES_128
+#undef FX_D8
+#undef FX_REGS_16
+#undef FX_REGS_24
+#undef FX_REGS_32
+#undef FX_REGS_40
+#undef FX_REGS_48
+#undef FX_REGS_56
+#undef FX_REGS_64
+#undef FX_REGS_72
+#undef FX_REGS_80
+#undef FX_REGS_88
+#undef FX_REGS_96
+#undef FX_REGS_128

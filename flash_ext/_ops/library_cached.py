@@ -88,12 +88,17 @@ def flops_fwd_cached(
 
 
 def cpu_append_kv(*arguments: Any) -> None:
-    _C.check_append_kv(*arguments)
+    _C.check_append_kv(*_with_descales(arguments))
     cached.append(*arguments)
 
 
 def fake_append_kv(*arguments: Any) -> None:
-    _C.check_append_kv(*arguments)
+    _C.check_append_kv(*_with_descales(arguments))
+
+
+def _with_descales(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Those of ``append_kv``: torch leaves out k_descale and v_descale at the end where they are None."""
+    return (*arguments, *(None,) * (11 - len(arguments)))
 
 
 def _refuse_vmap(*_: Any) -> Any:

@@ -46,6 +46,7 @@ INCLUDES = [
     ("run.cpp", ("call.h", "dense_cache.h", "gqa_splits.h", "sm80/instances.h", "sm90/instances.h")),
     (r"api/sdpa_(masked|replaced)", ("api/sdpa.h", "api/sdpa_replaced.h")),
     ("api/sdpa.cpp", ("api/sdpa_replaced.h",)),
+    ("api/launch_words.h", ("plan.h",)),
     ("api/append.cpp", ("append_kv.h", "api/api.h", "api/tangents.h", "api/tensors.h")),
     ("bias_rows.h", ("modifiers.h",)),
     ("api/", ("api/api.h", "api/call_args.h", "api/checks.h", "api/fp8.h", "api/launch_words.h",

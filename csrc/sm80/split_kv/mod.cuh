@@ -38,7 +38,7 @@ struct ModTile {
   }
 };
 
-// kCached: over a cache, where there may be a tree.
+// kCached: over a cache, where there may be a tree, and of other masks and biases nothing but windows and slopes.
 template <typename T, bool kCached = false>
 struct ModRules {
   const Problem& p;
@@ -117,12 +117,12 @@ struct ModRules {
       for_row(s, half, [&](float& x, int i) {
         const int distance = row + mod.shift() - (col + i);
         x = fmaf(-slope, fabsf(static_cast<float>(distance)), x * scale);
-        if (by.table != nullptr) x += table[min(max(by.reach - distance, 0), by.last_entry)];
+        if (!kCached && by.table != nullptr) x += table[min(max(by.reach - distance, 0), by.last_entry)];
       });
       scale = 1.f;
     }
     const BiasView& bias = m.bias;
-    if (bias.ptr == nullptr) return;
+    if (kCached || bias.ptr == nullptr) return;
     const int64_t at =
         mod.seq.b * bias.batch_stride + mod.h * bias.head_stride + row * bias.row_stride + col * bias.col_stride;
     const int left = row < min(bias.rows, mod.seq.seqlen_q) ? min(bias.cols, mod.seq.seqlen_k) - col : 0;
@@ -170,7 +170,8 @@ struct ModRules {
     for (int n4 = 0; n4 < (kN + 3) / 4; ++n4) {
       const int col0 = first + 32 * n4;
       uint32_t word = ~0u;
-      if (m.mask.words != nullptr) word = ScoreMod::word(m.mask, mod.seq.b, mod.h, row, col0 / 32) >> col0 % 32;
+      if (!kCached && m.mask.words != nullptr)
+        word = ScoreMod::word(m.mask, mod.seq.b, mod.h, row, col0 / 32) >> col0 % 32;
       if (kCached && m.tree != nullptr) word = tree_word(mod, row, col0);
       word = row_word(word, mod, row, col0, kTestInterval | kTestRows) >> (2 * (lane % 4));
 #pragma unroll
@@ -178,6 +179,7 @@ struct ModRules {
         if ((word >> (i / 2 * 8 + i % 2) & 1) == 0) s[0][4 * n4 + i / 2][2 * half + i % 2] = -INFINITY;
       }
     }
+    if (kCached) return;
     if (has_documents(m)) {
       const Documents documents(mod);
       const int id = documents.row(row);

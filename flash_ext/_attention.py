@@ -45,8 +45,9 @@ class AuxRequest(NamedTuple):
             masks and biases for random data); a softcap adds 1e-7 of a score on "sm90" where scores are below
             3/4 of a cap up to 100, else up to 3e-7 of the cap. It carries a gradient. No call makes one that
             neither its caller nor a gradient needs.
-        max_scores: the largest final score of every row, after biases, sinks not counted. It carries no
-            gradient. GPUs leave out scores that are NaN, which out and lse do show.
+        max_scores: the largest final score of every row, after biases, sinks not counted, within 1e-6 of
+            itself; with a softcap on "sm80" within 3e-7 of the cap. It carries no gradient. GPUs leave out
+            scores that are NaN, which out and lse do show.
     """
 
     lse: bool = False

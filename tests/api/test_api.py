@@ -67,9 +67,11 @@ OPERATOR_SCHEMAS = {
     "fwd_cached": "flash_ext::fwd_cached(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "float scale, SymInt window_size_left, SymInt window_size_right, Tensor? slopes, Tensor? sinks, "
-    f"float softcap, str? backend, {WANT_LSE}, Tensor? tree=None) -> (Tensor out, Tensor lse)",
+    f"float softcap, str? backend, {WANT_LSE}, Tensor? tree=None, Tensor? k_descale=None, "
+    "Tensor? v_descale=None) -> (Tensor out, Tensor lse)",
     "append_kv": "flash_ext::append_kv(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved) -> ()",
+    "Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, "
+    "Tensor(c!)? k_descale=None, Tensor(d!)? v_descale=None) -> ()",
     "condense": "flash_ext::condense(Tensor x, SymInt block_rows=0, SymInt block_cols=0) -> Tensor",
 }
 # New parameters may only be added at the end or as keywords, with defaults; anything else breaks a caller.
@@ -81,11 +83,13 @@ KERNELS = "deterministic=None, backend=None, **unknown"  # unknown keywords get 
 PUBLIC_PARAMETERS = {
     "attention": f"q, k, v, *, {SCORES}, generator=None, return_aux=None, layout='bshd', {KERNELS}",
     "attention_varlen": "q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, "
-    f"seqused_k=None, block_table=None, {SCORES}, generator=None, return_aux=None, {KERNELS}",
-    "serving.append_kv": "k_new, v_new, k_cache, v_cache, slot_mapping, rotary=None",
+    f"seqused_k=None, block_table=None, k_descale=None, v_descale=None, {SCORES}, generator=None, "
+    f"return_aux=None, {KERNELS}",
+    "serving.append_kv": "k_new, v_new, k_cache, v_cache, slot_mapping, rotary=None, k_descale=None, "
+    "v_descale=None",
     "serving.attention_shared_prefix": "q, k_cache, v_cache, cu_seqlens_q, *, shared_block_table, "
     "shared_prefix_len, block_table, seqused_k, max_seqlen_q=None, max_seqlen_k=None, causal=True, "
-    "scale=None, sinks=None, mask=None",
+    "scale=None, sinks=None, mask=None, k_descale=None, v_descale=None",
     "fp8.quantize_fp8": "q, k, v, *, granularity='block', smooth_k=True, smooth_v=True, hadamard=False, "
     "mode='fp8', cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None",
     "fp8.attention_fp8": "x, *, causal=False, window_size=(-1, -1), scale=None, sinks=None, "

@@ -42,7 +42,7 @@ EDITS = [
     ("sm80/split_kv/cached_mod.cuh", "  __shared__ CachedWork x;", "  static CachedWork x;"),
     ("sm80/split_kv/quantized.cuh", "    __shared__ float factors_of_rows",
      "    static float factors_of_rows"),
-    ("sm80/split_kv/quantized.cuh", "    __shared__ float factors_of_keys",
+    ("sm80/split_kv/quantized.cuh", "    __shared__ __align__(8) float factors_of_keys",
      "    static float factors_of_keys"),
     ("sm80/split_kv/cached.cuh", "  __shared__ MergeShares shares", "  static MergeShares shares"),
     ("sm80/split_kv/merge.cuh", "  __shared__ MergeShares shares", "  static MergeShares shares"),

@@ -221,7 +221,7 @@ struct ByteOperands {
   }
   // Those of the tile in use, k before v, for all lanes of the warp.
   __device__ static float* own_key_factors() {
-    __shared__ float factors_of_keys[SplitTile::kWarps * 2 * kKeys];
+    __shared__ __align__(8) float factors_of_keys[SplitTile::kWarps * 2 * kKeys];
     return factors_of_keys + ptx::fresh_thread_idx() / 32 * 2 * kKeys;
   }
   __device__ void share(float* own) const {

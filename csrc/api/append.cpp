@@ -34,6 +34,14 @@ void check_indices(const Tensor& t, const char* name, const Tensor& k_new) {
   TORCH_CHECK_VALUE(t.is_contiguous(), name, " must be contiguous. Call .contiguous() on it.");
 }
 
+void check_is_written(const Tensor& t, const char* name) {
+  for (int64_t dim = 0; dim < t.dim(); ++dim) {
+    TORCH_CHECK_VALUE(
+        t.sym_size(dim).maybe_as_int().value_or(2) <= 1 || t.sym_stride(dim).maybe_as_int().value_or(1) != 0, name,
+        " must not be expanded to be written, got strides ", t.sym_strides(), ".");
+  }
+}
+
 // Given for each head, or token and head; or of the slots of the cache, where they are written.
 void check_descale(const OptionalTensor& t, const char* name, const Tensor& k_new, const Tensor& k_cache) {
   if (!t.has_value()) return;
@@ -54,6 +62,7 @@ void check_descale(const OptionalTensor& t, const char* name, const Tensor& k_ne
                     " must have shape (num_heads,), (tokens, num_heads) or (num_pages, page_size, "
                     "num_heads), got ",
                     t->sym_sizes(), ".");
+  if (t->dim() == 3) check_is_written(*t, name);
 }
 
 void check_no_gradient(const Tensor& t, const char* name) {
@@ -75,9 +84,10 @@ void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_c
     TORCH_CHECK_VALUE(t->dim() == (is_new ? 3 : 4), name, " must have shape ",
                       is_new ? "(tokens, num_heads, head_dim)" : "(num_pages, page_size, num_heads, head_dim)",
                       ", got ", t->sym_sizes(), ".");
-    TORCH_CHECK_TYPE(t->scalar_type() == (is_new || !is_quantized(k_cache) ? k_new : k_cache).scalar_type(), name,
-                     " must have the dtype of ", is_new || !is_quantized(k_cache) ? "k_new" : "k_cache", ", got ",
-                     text_of(*t), " and ", text_of(is_new || !is_quantized(k_cache) ? k_new : k_cache), ".");
+    const bool is_like_new = is_new || !is_quantized(k_cache);
+    const Tensor& like = is_like_new ? k_new : k_cache;
+    TORCH_CHECK_TYPE(t->scalar_type() == like.scalar_type(), name, " must have the dtype of ",
+                     is_like_new ? "k_new" : "k_cache", ", got ", text_of(*t), " and ", text_of(like), ".");
     TORCH_CHECK_VALUE(t->device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(),
                       ", got ", t->device(), ".");
     TORCH_CHECK_VALUE(same(t->sym_stride(-1), 1) || same(t->sym_size(-1), 1), name,
@@ -86,11 +96,7 @@ void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_c
     TORCH_CHECK_VALUE(same(t->sym_size(-2), k_new.sym_size(-2)), name, " must have the ", k_new.sym_size(-2),
                       " heads of k_new, got ", t->sym_size(-2), ".");
     if (is_new) continue;
-    for (int64_t dim = 0; dim < 4; ++dim) {
-      TORCH_CHECK_VALUE(
-          t->sym_size(dim).maybe_as_int().value_or(2) <= 1 || t->sym_stride(dim).maybe_as_int().value_or(1) != 0, name,
-          " must not be expanded to be written, got strides ", t->sym_strides(), ".");
-    }
+    check_is_written(*t, name);
   }
   TORCH_CHECK_TYPE(at::isFloatingType(k_new.scalar_type()) &&
                        (!k_new.is_cuda() || k_new.scalar_type() == at::kHalf || k_new.scalar_type() == at::kBFloat16),
@@ -168,9 +174,12 @@ void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cac
   }
   p.cache_type = cache_type_of(k_cache);
   p.k_factors = factors_of(k_descale), p.v_factors = factors_of(v_descale);
-  for (const Tensor& cache : {k_cache, v_cache}) {  // as torch does in place: autograd notices what was saved before
-    if (!cache.is_inference()) cache.unsafeGetTensorImpl()->bump_version();
-  }
+  const auto note_change = [](const Tensor& t) {  // as torch does in place: autograd notices what was saved before
+    if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+  };
+  note_change(k_cache), note_change(v_cache);
+  if (p.k_factors.of_slots) note_change(*k_descale);
+  if (p.v_factors.of_slots) note_change(*v_descale);
   p.stream = stream_handle(k_new.device());
   if (!should_launch()) return;
   const std::string error = append_kv(p);

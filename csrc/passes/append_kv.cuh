@@ -8,12 +8,13 @@
 
 #include "../append_kv.h"
 #include "../common/seqlen.cuh"
+#include "../fp8.h"
 #include "../ptx/sm80.cuh"
 
 namespace flash_ext {
 
 inline constexpr int kAppendThreads = 256;
-inline constexpr float kMostE4m3 = 448.f, kMostInt8 = 127.f;  // no number of the type is larger
+inline constexpr float kInt8Max = 127.f;
 
 __device__ __forceinline__ int64_t number_at(const void* numbers, bool is_wide, int64_t i) {
   return is_wide ? static_cast<const int64_t*>(numbers)[i] : static_cast<const int32_t*>(numbers)[i];
@@ -72,7 +73,7 @@ __device__ __forceinline__ int64_t position_of(const Rotary& r, uint32_t token) 
 __device__ __forceinline__ uint32_t byte_of(CacheType type, float x, float factor) {
   const float y = __fdiv_rn(x, factor);
   if (type == CacheType::kE4m3) return __nv_cvt_float_to_fp8(y, __NV_SATFINITE, __NV_E4M3);
-  return static_cast<uint32_t>(__float2int_rn(fminf(fmaxf(y, -kMostInt8), kMostInt8))) & 0xff;
+  return static_cast<uint32_t>(__float2int_rn(fminf(fmaxf(y, -kInt8Max), kInt8Max))) & 0xff;
 }
 
 // Into a cache of 8 bits: a warp has a key or a value of one head, a lane 8 features.
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(kAppendThreads) append_bytes_kernel(const __gr
   float factor = 1.f;
   if (factors.of_slots) {
     largest = __uint_as_float(__reduce_max_sync(ptx::kFullWarp, __float_as_uint(largest)));
-    const float most = p.cache_type == CacheType::kE4m3 ? kMostE4m3 : kMostInt8;
+    const float most = p.cache_type == CacheType::kE4m3 ? kFp8Max : kInt8Max;
     factor = largest == 0.f ? 1.f : __fdiv_rn(largest, most);
     if (first == 0) const_cast<float*>(factors.ptr)[place.offset(factors, h)] = factor;
   } else if (factors.ptr != nullptr) {

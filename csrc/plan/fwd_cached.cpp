@@ -73,8 +73,9 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wid
     int64_t splits = best_parts(items, (keys + 63) / 64, model_rows, weight, bytes, sms, ctas_per_sm).parts;
     // What turns bytes into numbers keeps two CTAs a multiprocessor busy: 16 sequences of 8192 keys and 8 heads want 2 parts.
     const int64_t wave = int64_t{1} * sms * ctas_per_sm;
-    if (t.element_bytes == 1)
+    if (t.element_bytes == 1) {
       splits = std::max(splits, std::min({wave / items, keys / kLeastKeys, int64_t{kMaxSplits}}));
+    }
     const bool equal = r.cache->seqused_k == nullptr && r.cache->block_table == nullptr && !x.is_varlen();
     if (x.batch > 1 && !(packed && equal)) {
       // Lengths differ, and nobody knows them here: parts for several waves even out what the longest one would take.

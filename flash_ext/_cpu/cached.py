@@ -12,9 +12,10 @@ from .._masks.token_tree import sees
 from .._ops.modifiers import Modifiers
 from .._ops.spec import AttnSpec
 from . import tiles
+from .fp8 import E4M3, LARGEST
 
-BYTES = (torch.float8_e4m3fn, torch.int8)
-MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # no number of the type is larger
+BYTES = (E4M3, torch.int8)
+MOST = {E4M3: LARGEST, torch.int8: 127.0}  # no number of the type is larger
 
 
 class Places(NamedTuple):
@@ -80,12 +81,10 @@ def forward(
     of k and v of 8 bits, which are multiplied in float32 or wider.
     """
     wide = tiles.accumulator_dtype(q)
-    if k.dtype in BYTES:
-        q, given = q.to(wide), q
-    else:
-        given = q
-    out = given.new_zeros(*q.shape[:-1], v.shape[-1])
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    if k.dtype in BYTES:
+        q = q.to(wide)
     lse = q.new_full(lse_shape, -tiles.INF, dtype=wide)
     if cu_seqlens_q is None:
         parts = [(q[b : b + 1], out[b], lse[b]) for b in range(q.shape[0])]

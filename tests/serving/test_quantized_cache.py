@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -411,6 +412,20 @@ def test_what_append_refuses() -> None:
         serving.append_kv(k, k, cache, torch.zeros(2, 4, 2, 64).bfloat16(), slots)
     with pytest.raises(ValueError, match="k_descale belongs to a cache of"):
         serving.append_kv(k, k, *torch.zeros(2, 2, 4, 2, 64).bfloat16(), slots, None, torch.ones(2))
+
+
+def test_factors_that_are_written_are_noticed_and_must_be_there() -> None:
+    k = torch.randn(3, 2, 64).bfloat16()
+    cache, slots = torch.zeros(2, 4, 2, 64, dtype=torch.int8), torch.tensor([0, 1, 2])
+    factors, given = torch.ones(2, 2, 4, 2), torch.ones(2)
+    for kernels in (contextlib.nullcontext(), null_kernels()):
+        with kernels:
+            before = [x._version for x in (cache, *factors, given)]
+            serving.append_kv(k, k, cache, cache.clone(), slots, None, factors[0], given)
+            assert cache._version > before[0] and factors[0]._version > before[1]
+            assert given._version == before[3]
+    with pytest.raises(ValueError, match="k_descale must not be expanded to be written"):
+        serving.append_kv(k, k, cache, cache.clone(), slots, None, factors[0, :, :, :1].expand(-1, -1, 2))
 
 
 def test_it_is_traced_as_one_operator() -> None:

@@ -170,8 +170,9 @@ struct ModRules {
     for (int n4 = 0; n4 < (kN + 3) / 4; ++n4) {
       const int col0 = first + 32 * n4;
       uint32_t word = ~0u;
-      if (!kCached && m.mask.words != nullptr)
+      if (!kCached && m.mask.words != nullptr) {
         word = ScoreMod::word(m.mask, mod.seq.b, mod.h, row, col0 / 32) >> col0 % 32;
+      }
       if (kCached && m.tree != nullptr) word = tree_word(mod, row, col0);
       word = row_word(word, mod, row, col0, kTestInterval | kTestRows) >> (2 * (lane % 4));
 #pragma unroll

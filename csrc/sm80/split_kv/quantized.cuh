@@ -99,7 +99,7 @@ template <typename T>
 struct ByteOperands {
   static constexpr int D = T::kHeadDim, kKeys = T::kKeys;
   static constexpr int kHeld = (kKeys + 31) / 32;  // keys of a tile whose factors a lane looks up
-  static constexpr bool kAhead = D < 256;  // while the tile before is used; at 256 there are no registers for that
+  static constexpr bool kLooksAhead = D < 256;  // while the tile before is used; at 256 there are no registers for that
   const QuantizedCache& factors;  // kernel parameters and shared memory: registers are short
   const KvCache& cache;
   const CachedWork& work;
@@ -119,14 +119,14 @@ struct ByteOperands {
   }
 
   __device__ void expect(int first) {
-    if (kAhead) look_up(first);
+    if (kLooksAhead) look_up(first);
   }
 
   template <int kN, typename First>
   __device__ void score(float (&s)[1][kN][4], uint32_t k_lane, const First& first_of) {
     constexpr int kBlocks = kN / 2;
     float* const own = own_key_factors();
-    if (kAhead) share(own), look_up(first_of(1));
+    if (kLooksAhead) share(own), look_up(first_of(1));
     clear(s);
     stream_fragments<D / 32 * kBlocks, T::kAhead>(
         [&](int i, uint32_t (&b)[4]) { ptx::ldmatrix_x4(b, T::Tile::block(k_lane, i % kBlocks * 16, i / kBlocks)); },
@@ -141,7 +141,7 @@ struct ByteOperands {
             }
           }
         });
-    if (!kAhead) look_up(first_of(0)), share(own);
+    if (!kLooksAhead) look_up(first_of(0)), share(own);
     const float of_row[2] = {own_row_factor(0), own_row_factor(8)};
 #pragma unroll
     for (int nb = 0; nb < kN; ++nb) {

@@ -27,33 +27,15 @@
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 
-struct float2 {
-  float x, y;
-};
-struct float4 {
-  float x, y, z, w;
-};
-struct int2 {
-  int x, y;
-};
-struct int4 {
-  int x, y, z, w;
-};
-struct uint2 {
-  uint32_t x, y;
-};
-struct uint4 {
-  uint32_t x, y, z, w;
-};
-struct __half {
-  uint16_t bits;
-};
-struct __nv_bfloat16 {
-  uint16_t bits;
-};
-struct Dim {
-  uint32_t x;
-};
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct int2 { int x, y; };
+struct int4 { int x, y, z, w; };
+struct uint2 { uint32_t x, y; };
+struct uint4 { uint32_t x, y, z, w; };
+struct __half { uint16_t bits; };
+struct __nv_bfloat16 { uint16_t bits; };
+struct Dim { uint32_t x; };
 
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
@@ -99,11 +81,11 @@ struct Copy {
 
 struct Fiber {
   ucontext_t context;  // to start it
-  jmp_buf state;  // to go on: swapcontext asks the kernel for the signal mask, half of the time of a run
+  jmp_buf state;       // to go on: swapcontext asks the kernel for the signal mask, half of the time of a run
   std::vector<char> stack;
   bool started, done;
   std::vector<std::vector<Copy>> groups;  // committed, not waited for
-  std::vector<Copy> open;  // not committed
+  std::vector<Copy> open;                 // not committed
 };
 
 struct Warp {
@@ -114,13 +96,13 @@ struct Warp {
 
 alignas(1024) inline unsigned char smem[kSmemBytes];
 inline bool lazy = false;  // copies land when they are waited for, not when they are issued
-inline int fault = 0;  // which planted fault is active: see tests/kernels/test_emulation.py
+inline int fault = 0;      // which planted fault is active: see tests/kernels/test_emulation.py
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
-inline int current;  // fiber that runs
+inline int current;                // fiber that runs
 inline jmp_buf scheduler;
 inline std::function<void()> body;
-inline uint64_t progress;  // waits that ended
+inline uint64_t progress;          // waits that ended
 inline int block_arrived;
 inline uint64_t block_generation;
 
@@ -257,12 +239,6 @@ template <typename X>
 X __shfl_sync(uint32_t, X x, int lane) {
   return emu::collective(3, x, [&](const auto& of) { return of(lane & 31); });
 }
-inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
-  const uint64_t both = uint64_t{y} << 32 | x;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-  return result;
-}
 template <typename X>
 X __shfl_xor_sync(uint32_t, X x, int mask) {
   const int lane = emu::current % 32;
@@ -271,6 +247,12 @@ X __shfl_xor_sync(uint32_t, X x, int mask) {
 inline uint32_t __reduce_max_sync(uint32_t, uint32_t x) {
   for (int mask = 16; mask > 0; mask /= 2) x = std::max(x, __shfl_xor_sync(0, x, mask));
   return x;
+}
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t both = uint64_t{y} << 32 | x;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return result;
 }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(x); }

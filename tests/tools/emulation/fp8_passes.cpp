@@ -41,8 +41,7 @@ int main(int, char** argv) {
   if (packed) cu_q = read<int32_t>(in, batch + 1), cu_k = read<int32_t>(in, batch + 1);
   if (n[14] != 0) used = read<int32_t>(in, batch);
   const int64_t b = packed ? 1 : batch;
-  std::vector<uint16_t> q = read<uint16_t>(in, b * rows_q * heads * d),
-                        k = read<uint16_t>(in, b * rows_k * heads_k * d);
+  std::vector<uint16_t> q = read<uint16_t>(in, b * rows_q * heads * d), k = read<uint16_t>(in, b * rows_k * heads_k * d);
   std::vector<uint16_t> v = read<uint16_t>(in, b * rows_k * heads_k * dv);
   std::fclose(in);
 

@@ -108,10 +108,17 @@ def _note_workspace(x: ModifierInputs) -> None:
         x.workspaces[launch["direction"]] = launch["workspace_bytes"]
 
 
+def _has_row_bias(x: ModifierInputs) -> bool:
+    """Whether the bias has one value for all keys of a row: a backward takes it from lse, and has no bias then."""
+    bias = x.leaves().get("bias")
+    return not x.mcase.case.is_packed and bias is not None and bias.dim() > 0 and bias.shape[-1] == 1
+
+
 def _has_plain_backward(x: ModifierInputs) -> bool:
-    """Whether nothing but sinks is asked for beside the window: the plain backward finds them in lse."""
+    """Whether nothing but what lse holds is asked for beside the window: sinks, and a bias of rows."""
     case = x.mcase.case
-    if "qkv" not in x.mcase.needs or x.asked - {"sinks", "top_left"}:
+    in_lse = {"sinks", "top_left"} | ({"bias"} if _has_row_bias(x) else set())
+    if "qkv" not in x.mcase.needs or x.asked - in_lse:
         return False
     if not x.mcase.has_top_left:
         return True
@@ -127,7 +134,7 @@ def _has_hopper_backward(x: ModifierInputs) -> bool:
     case, asked = x.mcase.case, x.asked
     if case.head_dim % 8 != 0 or "qkv" not in x.mcase.needs:
         return False
-    bias = x.leaves().get("bias")
+    bias = None if _has_row_bias(x) else x.leaves().get("bias")
     if "softcap" in asked and (asked & {"dropout_p", "slopes", "position"} or bias is not None):
         return False
     size = max(case.head_dim, case.dim_v)
@@ -173,8 +180,9 @@ def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
     if (launch := launch_of(case, target, direction)) is None:
         return
     has_plain_backward = direction == "bwd" and _has_plain_backward(x)
-    # Where sinks alone are asked for their gradient follows the plain backward.
-    check_done_launches(launch, others=has_plain_backward and "sinks" in x.mcase.mods)
+    # Gradients of sinks and of a bias of rows follow the plain backward.
+    others = has_plain_backward and ("sinks" in x.mcase.mods or _has_row_bias(x))
+    check_done_launches(launch, others=others)
     if has_plain_backward:
         native = case.head_dim % 8 == 0
         # With up to 128 keys the short targets take the kernel for modifiers.

@@ -4,6 +4,7 @@
 
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -118,6 +119,17 @@ bool is_plain_given_lse(const Problem& p, const CallArgs& a) {
   return std::apply([&](const auto&... field) { return (is_off(field) && ...); }, fields::kModifiers);
 }
 
+// Whether the bias has one value for all keys of a row. It leaves weights as they are and moves lse, so a backward that starts
+// from lse without it needs no bias. Kernels for short sequences take it with its gradient.
+bool moves_lse_alone(const Request& r, const DeviceInfo& d, const CallArgs& a) {
+  const bool is_of_rows = a.bias.has_value() && a.bias->dim() == 4 && a.bias->size(3) == 1;
+  return is_of_rows && !r.problem.is_varlen() && !is_short_bwd(r.problem, d, r.constraints);
+}
+// Empty rows stay empty.
+Tensor lse_without(const Tensor& lse, const Tensor& row_bias) {
+  return lse.sub(row_bias.squeeze(3)).masked_fill(lse.eq(kMinusInfinity), kMinusInfinity);
+}
+
 // Into `gradients`. is_modified: the operator with modifiers, whose own gradients come last, else undefined.
 BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const Tensor& q, const Tensor& k,
                       const Tensor& v, const Tensor& out, const Tensor& lse_any, const CallArgs& a, bool is_modified) {
@@ -157,8 +169,17 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
   const bool unit_stride = dout_any.size(-1) == 1 || dout_any.stride(-1) == 1;
   const Tensor dout = unit_stride ? dout_any : dout_any.contiguous();
   problem.tma_ready = problem.tma_ready && is_tma_ready(dout);
-  const Tensor lse = lse_any.contiguous();
   const Tensor dlse = a.dlse.has_value() ? a.dlse->contiguous() : Tensor();
+
+  Request request{.direction = Direction::kBackward,
+                  .problem = problem,
+                  .deterministic = is_deterministic(a.deterministic, info),
+                  .constraints = choice.constraints};
+  const bool moves_lse = is_modified && moves_lse_alone(request, info, a);
+  std::optional<CallArgs> without_bias;
+  if (moves_lse) without_bias.emplace(a).bias.reset();
+  const CallArgs& others = moves_lse ? *without_bias : a;
+  const Tensor given_lse = lse_any.contiguous(), lse = moves_lse ? lse_without(given_lse, *a.bias) : given_lse;
 
   auto params = params_of<BwdParams>(problem, q, k, v, out);
   params.dout = view_of(dout);
@@ -169,23 +190,19 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
   }
   params.lse = lse.const_data_ptr<float>();
   params.dlse = dlse.defined() ? dlse.const_data_ptr<float>() : nullptr;
-  params.deterministic = is_deterministic(a.deterministic, info);
+  params.deterministic = request.deterministic;
   params.stream = stream_handle(q.device());
-  Request request{.direction = Direction::kBackward,
-                  .problem = problem,
-                  .deterministic = params.deterministic,
-                  .constraints = choice.constraints};
 
-  const bool runs_plain = !is_modified || (a.need_qkv && is_plain_given_lse(problem, a));
+  const bool runs_plain = !is_modified || (a.need_qkv && is_plain_given_lse(problem, others));
   if (runs_plain) {
     const Plan plan = required_plan(path, request, info);
     const Tensor workspace = workspace_of(plan, q);
     launch(path, BwdCall{plan, params, {}, {}, {}, pointer_to(workspace)});
-    if (!need_sinks) return {dq, dk, dv, dbias, dslopes, dsinks};
+    if (!need_sinks && !need_bias) return {dq, dk, dv, dbias, dslopes, dsinks};
     request.constraints.row = {};  // it has chosen the kernels of dq, dk and dv
   }
 
-  const Prepared made = prepare(request, a, params.stream);
+  const Prepared made = prepare(request, others, params.stream);
   BiasGradient of_bias, of_slopes;
   request.modifiers = &made.modifiers;
   request.need_qkv = a.need_qkv && !runs_plain;
@@ -202,14 +219,15 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
   const Tensor workspace = workspace_of(plan, q);
   Tensor bias_parts, slope_parts;
   if (need_bias) bias_parts = place_gradient(of_bias, plan.dbias_splits, w.dbias_partials, workspace, dbias);
-  if (plan.zeroes_dbias) dbias.zero_();
+  if (plan.zeroes_dbias) bias_parts.zero_();
   if (need_slopes) slope_parts = place_gradient(of_slopes, plan.dslopes_splits, w.dslopes_partials, workspace, dslopes);
   launch(path, BwdCall{plan, params, made.modifiers, of_bias, of_slopes, pointer_to(workspace)}, !runs_plain);
   // Sums over parts and rows have a fixed order in torch, too.
-  if (of_bias.splits > 1) dbias.copy_(bias_parts.sum(0).view(dbias.sizes()));
-  if (of_slopes.splits > 1) dslopes.copy_(slope_parts.sum(0).view(dslopes.sizes()));
+  if (w.dbias_partials) dbias.copy_(bias_parts.sum(0).view(dbias.sizes()));
+  if (w.dslopes_partials) dslopes.copy_(slope_parts.sum(0).view(dslopes.sizes()));
   if (need_sinks) {
-    dsinks = gradient_of_sinks(*a.sinks, lse, workspace.narrow(0, w.stats_portable.offset, w.stats_portable.bytes));
+    dsinks =
+        gradient_of_sinks(*a.sinks, given_lse, workspace.narrow(0, w.stats_portable.offset, w.stats_portable.bytes));
   }
   return {dq, dk, dv, dbias, dslopes, dsinks};
 }

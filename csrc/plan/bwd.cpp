@@ -194,6 +194,12 @@ bool stores_dbias(Req r) {
          g->heads == x.num_heads && g->rows == x.seqlen_q && g->cols == x.seqlen_k;
 }
 
+// The gradient of a bias that all rows share is dS summed over rows, of which that kernel has whole columns.
+bool sums_keys(Req r) {
+  const BiasGradient* g = r.dbias;
+  return g != nullptr && g->sum_rows && !g->sum_cols && !g->is_slope && !drops(r);
+}
+
 ScoreVariant fused_variant(Req r) {
   const bool adds = r.modifiers->adds();
   if (r.modifiers->softcap > 0.f) return kCap;
@@ -327,10 +333,17 @@ void push_fused_mod(Req r, Dev d, Plan& p, Launch l) {
 }
 void build_whole_keys(Req r, Dev d, Plan& p) { push_fused_mod(r, d, p, fused_mod_launch(r, d, {}, kHide)); }
 void build_fused_mod(Req r, Dev d, Plan& p) {
-  p.dbias_with_dk = stores_dbias(r);
-  p.zeroes_dbias = p.dbias_with_dk && !sm90::visits_all_tiles(r.problem, *r.modifiers);
+  const bool stores = stores_dbias(r), sums = sums_keys(r);
+  p.dbias_with_dk = stores || sums;
+  p.zeroes_dbias = sums || (stores && !sm90::visits_all_tiles(r.problem, *r.modifiers));
   begin_hopper(r, d, p);
   push_fused_mod(r, d, p, fused_mod_launch(r, d, *r.modifiers, fused_variant(r)));
+  if (!sums) return;
+  // In fp32, for each batch entry and head.
+  const BiasGradient& g = *r.dbias;
+  const Problem& x = r.problem;
+  p.dbias_splits = p.q_splits * (g.batch == 1 ? x.batch : 1) * (g.heads == 1 ? x.num_heads : 1);
+  p.workspace.dbias_partials = p.workspace.add(int64_t{4} * p.dbias_splits * g.batch * g.heads * g.cols);
 }
 
 void build_split_mod(Req r, Dev d, Plan& p) {

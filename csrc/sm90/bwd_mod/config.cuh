@@ -23,6 +23,18 @@ struct KeyCap {
   float factor_log2;  // 2 log2(e) factor
 };
 
+// Where the gradient of a bias that all rows share is summed, in fp32, from zeros: for each key of a batch entry, a head and
+// a part of the steps.
+struct KeySums {
+  float* to = nullptr;  // null: not asked for
+  int64_t batch_stride = 0, head_stride = 0, split_stride = 0;
+  int cols = 0;
+
+  __device__ float* of(int b, int h, int split) const {
+    return to + b * batch_stride + h * head_stride + split * split_stride;
+  }
+};
+
 struct BwdModArgs {
   BwdArgs plain;
   Modifiers m;
@@ -33,6 +45,7 @@ struct BwdModArgs {
   bool brings_bias;  // by TMA; else all rows share a bias, if there is one
   bool stores_dq;    // has_whole_keys()
   BiasGradient dbias;  // stored beside dS, which it is, where the plan says so; else out is null
+  KeySums key_sums;
   Divisor splits;    // of the steps of a block of keys: neighbours among work tiles
 };
 

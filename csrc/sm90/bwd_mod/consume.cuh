@@ -236,6 +236,13 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::warpgroup_fence_operand(dp);
     if constexpr (T::kLoadersDraw) dropped = dropped_scores();
     form_gradients(s, dp, visible, dropped);
+    if constexpr (T::kAdds && !T::kDrops) {  // beside dropout that would spill at head_dim 128
+      if (a.key_sums.to != nullptr) {
+        const int head = work_of().first_head + now().head();
+        const int split = shared.split[stage_of(work_tiles(), T::kWorkStages)];
+        add_to_key_sums(a.key_sums.of(work_of().seq.b, head, split), a.key_sums.cols, dp, first_key());
+      }
+    }
     if constexpr (T::kAdds && !kStoresRows) {
       if (a.dbias.out != nullptr) {
         const int head = work_of().first_head + now().head();

@@ -26,6 +26,18 @@ inline KeyCap key_cap(const Problem& p, const Modifiers& m) {
   return cap;
 }
 
+// Parts lie as the plan counts them: of batch entries, of heads, of splits, where the result has one sum for all.
+inline KeySums key_sums_of(const BiasGradient& g, const Problem& p, int splits) {
+  const int64_t part = int64_t{1} * g.batch * g.heads * g.cols;
+  KeySums x;
+  x.to = static_cast<float*>(g.out);
+  x.cols = g.cols;
+  x.split_stride = part;
+  x.head_stride = g.heads > 1 ? g.cols : splits * part;
+  x.batch_stride = g.batch > 1 ? int64_t{1} * g.heads * g.cols : (g.heads > 1 ? 1 : p.num_heads) * splits * part;
+  return x;
+}
+
 template <typename T>
 std::string launch_bwd_fused_mod_as(const BwdCall& c, const Launch& l) {
   const Problem& r = c.p.problem;
@@ -39,7 +51,8 @@ std::string launch_bwd_fused_mod_as(const BwdCall& c, const Launch& l) {
   a.unit = T::kCaps ? m.softcap * kLog2e : r.softmax_scale * kLog2e;
   a.brings_bias = m.bias.ptr != nullptr && m.bias.row_stride != 0;
   a.stores_dq = l.dq == DqMode::kStored;
-  if (c.plan.dbias_with_dk) a.dbias = c.dbias;
+  if (c.plan.dbias_with_dk && !c.dbias.sum_rows) a.dbias = c.dbias;
+  if (c.plan.dbias_with_dk && c.dbias.sum_rows) a.key_sums = key_sums_of(c.dbias, r, c.plan.q_splits);
   a.adds_to_keys = m.by_distance || (m.bias.ptr != nullptr && !a.brings_bias);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
   BwdModMaps maps{};

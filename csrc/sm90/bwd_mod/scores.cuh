@@ -240,6 +240,22 @@ __device__ __forceinline__ void store_gradient_rows(const BiasGradient& g, int b
   }
 }
 
+// Adds dS of a warp's 16 keys from col0 on, summed over its 64 queries, to `sums`. No other warp adds to these sums, and
+// additions of one thread to one place keep their order: results repeat.
+__device__ __forceinline__ void add_to_key_sums(float* sums, int cols, const float (&ds)[32], int col0) {
+  const int lane = ptx::fresh_lane();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum += ds[4 * j + 2 * half] + ds[4 * j + 2 * half + 1];
+    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
+    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
+    const int key = col0 + lane / 4 + 8 * half;
+    if (lane % 4 == 0 && key < cols) atomicAdd(sums + key, sum);
+  }
+}
+
 // 0 where a bit is 0.
 template <int kCount>
 __device__ __forceinline__ void hide_weights(float (&s)[kCount], uint32_t visible) {

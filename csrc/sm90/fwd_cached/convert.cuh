@@ -5,8 +5,8 @@
 #pragma once
 
 #include "../../common/fragments.cuh"
-#include "../../kv_cache.h"
-#include "../core/matmul.cuh"
+#include "../../common/kv_rows.cuh"
+#include "../fwd/config.cuh"
 
 namespace flash_ext::sm90 {
 

@@ -118,25 +118,9 @@ struct RawRing {
   static constexpr int kChunks = T::kHeadDim / T::kRawRowBytes;
 };
 
-// Factors of the slots of a tile behind its bytes: 0 where no key is, 1 where slots have none.
-template <typename T>
-__device__ __forceinline__ void copy_slot_factors(const QuantizedFwdArgs& a, const CacheFactors& f, uint32_t to, int b,
-                                                  int h, int first, int lane) {
-  const CachedKeys keys = CachedKeys::of(a.p.problem, a.cache, b);
-#pragma unroll 1
-  for (int row = lane; row < T::kBlockN; row += 32) {
-    if (!f.of_slots) {
-      ptx::store_shared_word(to + 4 * row, __float_as_uint(1.f));
-      continue;
-    }
-    const bool is_there = first + row < keys.length;
-    const float* from = f.ptr;
-    if (is_there) from += keys.offset(a.cache, f.batch_stride, f.row_stride, first + row) + h * f.head_stride;
-    ptx::cp_async_4(to + 4 * row, from, is_there ? 4 : 0);
-  }
-}
-
-// Fourth warp. The tiles of one ring, K0, K1, V0, K2, V1, ...
+// Fourth warp: factors of the slots of a tile beside its bytes, 0 where no key is, 1 where slots have none. The tiles are
+// those of one ring, K0, K1, V0, K2, V1, ... A lane has a few neighbouring keys. They share a page, because pages have
+// multiples of 8 keys; it is looked up before the stage is free.
 template <typename T>
 __device__ __forceinline__ void load_slot_factors(const QuantizedFwdArgs& a, const QuantizedTile* work_tiles,
                                                   const RawRing<T>& copies) {
@@ -145,10 +129,28 @@ __device__ __forceinline__ void load_slot_factors(const QuantizedFwdArgs& a, con
   PipelineState<T::kRawStages> ring;
   PipelineState<T::kWorkStages> work_ring;
   ring.phase = 1;
+  constexpr int kOwn = T::kBlockN / 32;
+  static_assert(8 % kOwn == 0);
   const auto load = [&](const CacheFactors& f, int b, int h, int tile) {
+    const float* from = f.ptr;
+    int there = 0;  // of the lane's keys
+    if (f.of_slots) {
+      const CachedKeys keys = CachedKeys::of(a.p.problem, a.cache, b);
+      const int first = tile * T::kBlockN + lane * kOwn;
+      there = keys.length - first;
+      if (there > 0) from += keys.offset(a.cache, f.batch_stride, f.row_stride, first) + h * f.head_stride;
+    }
     wait(copies.empty(ring.stage), ring.phase);
-    const uint32_t bar = copies.bars.factors_full(ring.stage);
-    copy_slot_factors<T>(a, f, copies.factors(ring.stage), b, h, tile * T::kBlockN, lane);
+    const uint32_t bar = copies.bars.factors_full(ring.stage), to = copies.factors(ring.stage) + lane * kOwn * 4;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (f.of_slots) {
+        ptx::cp_async_4(to + 4 * i, from, i < there ? 4 : 0);
+        if (i + 1 < there) from += f.row_stride;
+      } else {
+        ptx::store_shared_word(to + 4 * i, __float_as_uint(1.f));
+      }
+    }
     ptx::cp_async_mbarrier_arrive(bar);
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(bar);

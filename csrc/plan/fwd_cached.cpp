@@ -199,16 +199,14 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
     const int dim = packed_dim(x);
     const int64_t row_tiles = packed_row_tiles(r, d, rows);
     const int64_t tiles = slots * x.num_heads_k * c.splits * row_tiles;
-    const auto main = [&](KernelId k, int stages, int threads, int smem_bytes) {
-      const sm90::FwdTile t = packed_tile(x);
-      return main_of(k, dim, dim, t.block_m(), t.block_n, stages / 2, threads, smem_bytes, tiles, d.num_sms);
-    };
-    const sm90::FwdTile copied = packed_tile(x);
-    const sm90::ConvertedTile converted = sm90::converted_tile(dim);
-    Launch& l = p.push(quantized ? main(KernelId::kFwdPackedQuantized90, converted.raw_stages, converted.threads(),
-                                        converted.smem_bytes(dim))
-                                 : main(KernelId::kFwdPacked90, copied.kv_stages, copied.threads(),
-                                        copied.smem_bytes(dim, dim)));
+    const sm90::FwdTile t = packed_tile(x);
+    Launch& l = p.push(main_of(KernelId::kFwdPacked90, dim, dim, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
+                               t.smem_bytes(dim, dim), tiles, d.num_sms));
+    if (quantized) {
+      const sm90::ConvertedTile converted = sm90::converted_tile(dim);
+      l.kernel = KernelId::kFwdPackedQuantized90;
+      l.stages = converted.raw_stages / 2, l.threads = converted.threads(), l.smem_bytes = converted.smem_bytes(dim);
+    }
     l.grid.shared = g.group;
     l.grid.blocks = static_cast<uint32_t>(row_tiles);
     l.dynamic = true;  // lengths differ, and nobody knows them here

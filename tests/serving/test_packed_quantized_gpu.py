@@ -1,4 +1,4 @@
-"""The packed Hopper forward over caches of 8 bits, which a warpgroup turns into elements of 16, against float64."""
+"""The packed Hopper forward over caches of 8 bits, which a warpgroup turns into 16, against float64."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ def test_factors_that_are_not_positive(kind: torch.dtype) -> None:
     """And such that the scale alone cannot hold."""
     cache, _ = make(16, kind, "none")
     q, bounds, each = packed_queries(list(COUNTS), 8, 64, "cuda", torch.bfloat16)
-    for k_factor, v_factor, scale in ((-0.5, 0.0, 0.02), (0.0, -2.0, 0.1), (1e-36, 1e20, 1e34), (0.25, 1.0, -0.1)):
+    cases = ((-0.5, 0.0, 0.02), (0.0, -2.0, 0.1), (1e-36, 1e20, 1e34), (0.25, 1.0, -0.1))
+    for k_factor, v_factor, scale in cases:
         factors = {
             "k_descale": torch.tensor(k_factor, device="cuda"),
             "v_descale": torch.tensor(v_factor, device="cuda"),
@@ -167,15 +168,15 @@ def test_dense_queries_of_entries_and_pages(in_pages: bool, count: int, kind: to
 def test_every_byte_is_the_number_it_stands_for() -> None:
     """One key a sequence: its value is the result, in fp16 and in bf16."""
     every = torch.arange(256, dtype=torch.uint8, device="cuda")
+    bounds, lengths, table = (torch.tensor(x, device="cuda").int() for x in ([0, 20, 40], [1, 1], [[0], [1]]))
     for kind in BYTES:
         v = every.view(2, 1, 1, 128).expand(2, 8, 1, 128).contiguous()
         k = torch.zeros_like(v)
         for dtype in (torch.float16, torch.bfloat16):
             q = torch.randn(40, 1, 128, device="cuda").to(dtype)
             out = attention_varlen(
-                q, k.view(kind), v.view(kind), torch.tensor([0, 20, 40], dtype=torch.int32, device="cuda"), None,
-                seqused_k=torch.tensor([1, 1], dtype=torch.int32, device="cuda"),
-                block_table=torch.tensor([[0], [1]], dtype=torch.int32, device="cuda"), max_seqlen_q=20,
+                q, k.view(kind), v.view(kind), bounds, None, seqused_k=lengths, block_table=table,
+                max_seqlen_q=20,
             )  # fmt: skip
             wanted = every.view(kind).to(torch.float32).view(2, 1, 1, 128)
             got = out.float().view(2, 20, 1, 128)

@@ -346,8 +346,10 @@ def test_flash_attn_with_kvcache_appends(paged: bool, kind: torch.dtype, device:
 PORTABLE, PACKED = "sm80.fwd_cached.quantized", "sm90.fwd_cached.packed_quantized"
 
 
-def launched_for(count: int, kind: torch.dtype, factors: str = "heads", page_size: int = 64,
-                 dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, **options: Any) -> tuple[str, list[str]]:  # fmt: skip
+def launched_for(
+    count: int, kind: torch.dtype, factors: str = "heads", page_size: int = 64,
+    dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, **options: Any,
+) -> tuple[str, list[str]]:  # fmt: skip
     """The row and the kernels of a call whose longest sequence has so many queries of 4 heads a key head."""
     cache, descales = make([3000, 10], page_size, kind, factors, "cpu", head_dim=head_dim)
     q, bounds, _ = packed_queries([1, count], 8, head_dim, "cpu", dtype)

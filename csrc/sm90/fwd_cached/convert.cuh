@@ -19,8 +19,8 @@ __device__ __forceinline__ uint2 elements_of(uint32_t bytes) {
     // 128 + the lower 7 bits, less 128 or, where the sign is set, 256: all of them are numbers of bf16 with that exponent.
     const auto pair = [](uint32_t x) {
       const uint32_t raised = x & 0xff7fff7f, below = x & 0xff80ff80;
-      const __nv_bfloat162 y = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&raised),
-                                       *reinterpret_cast<const __nv_bfloat162*>(&below));
+      const __nv_bfloat162 y =
+          __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&raised), *reinterpret_cast<const __nv_bfloat162*>(&below));
       return *reinterpret_cast<const uint32_t*>(&y);
     };
     return make_uint2(pair(__byte_perm(bytes, 0x43434343, 0x4140)), pair(__byte_perm(bytes, 0x43434343, 0x4342)));

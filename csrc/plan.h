@@ -41,6 +41,7 @@ struct Request {
   // Of forwards over a cache; bounds on the lengths of each sequence where the caller knows some, else 0.
   const KvCache* cache = nullptr;
   CacheType cache_type = CacheType::k16Bit;
+  bool has_slot_factors = false;  // of k or v, where those have 8 bits
   int64_t most_queries = 0, most_keys = 0;
 };
 
@@ -114,6 +115,8 @@ enum class KernelId : uint8_t {
   kFwdSplitQuantized80,
   // passes
   kAlignBias,
+  // Hopper
+  kFwdPackedQuantized90,
 };
 
 // How a backward over keys gives its part of dq: added to memory in any order or in a fixed one, added in the L2 cache,

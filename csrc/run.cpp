@@ -44,6 +44,7 @@ std::string launch(const FwdCall& c, const Launch& l) {
     case KernelId::kFwd90: return launch_in({sm90::kFwd}, c, l);
     case KernelId::kFwdCached90: return launch_in({sm90::kFwdCached}, c, l);
     case KernelId::kFwdPacked90: return launch_in({sm90::kFwdPacked}, c, l);
+    case KernelId::kFwdPackedQuantized90: return launch_in({sm90::kFwdPackedQuantized}, c, l);
     case KernelId::kFwdParts90: return launch_in({sm90::kFwdParts}, c, l);
     case KernelId::kFwdFp890:
       return launch_in({l.variant == ScoreVariant::kMixed ? sm90::kFwdMixed : sm90::kFwdFp8}, c, l);

@@ -174,11 +174,14 @@ def packed_queries(
     return q, bounds, list(q[outside : outside + sum(counts)].split(counts))
 
 
-def close(got: Tensor, wanted: Tensor, name: str = "") -> None:
+# Of numbers times factors of slots that become bf16: of results, and of logsumexp.
+ROUNDED = {torch.bfloat16: 4e-2, torch.float32: 1e-2}
+
+
+def close(got: Tensor, wanted: Tensor, name: str = "", rounded: bool = False) -> None:
     """Within what the type of ``got`` can hold, a row that is empty exactly."""
-    limit = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}[
-        got.dtype
-    ]
+    limits = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
+    limit = (limits | ROUNDED if rounded else limits)[got.dtype]
     assert got.shape == wanted.shape, name
     same = (got.double() == wanted) | ((got.double() - wanted).abs() < limit)
     assert same.all(), f"{name}: off by {(got.double() - wanted).abs().nan_to_num(torch.inf).max():.3g}"
@@ -194,14 +197,18 @@ def check(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     softcap: float = 0.0,
+    rounded: bool = False,
 ) -> None:
-    """Every row of a packed call, those outside of sequences as well."""
+    """Every row of a packed call, those outside of sequences as well.
+
+    ``rounded``: the kernel may have rounded keys and values to bf16, which ``cache.rows`` are not.
+    """
     outs, lses = truth(q, cache.rows, window, sinks, slopes, softcap)
     wanted = torch.zeros(out.shape, dtype=torch.float64, device=out.device)
     wanted_lse = torch.full((out.shape[1], out.shape[0]), -torch.inf, dtype=torch.float64, device=out.device)
     for start, one, other in zip(bounds.tolist(), outs, lses):
         wanted[start : start + one.shape[0]] = one
         wanted_lse[:, start : start + one.shape[0]] = other
-    close(out, wanted, "out")
+    close(out, wanted, "out", rounded)
     if lse is not None:
-        close(lse, wanted_lse, "lse")
+        close(lse, wanted_lse, "lse", rounded)

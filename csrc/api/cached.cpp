@@ -132,6 +132,7 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   params.lse = lse_pointer(lse, a.want_lse);
   params.stream = stream_handle(q.device());
   const Modifiers modifiers = cached_modifiers(a, problem);
+  const QuantizedCache quantized{factors_of(a.k_descale), factors_of(a.v_descale)};
   const bool is_modified = modifiers.has_score_mod || modifiers.sinks != nullptr || modifiers.tree != nullptr;
   const Request request{.direction = Direction::kForward,
                         .problem = problem,
@@ -139,6 +140,7 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
                         .constraints = choice.constraints,
                         .cache = &cache,
                         .cache_type = type,
+                        .has_slot_factors = quantized.k.of_slots || quantized.v.of_slots,
                         .most_queries = a.max_seqlen_q.expect_int(),
                         .most_keys = a.max_seqlen_k.expect_int()};
   const Plan plan = required_forward_plan(path, request, info, q);
@@ -148,7 +150,7 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
                        .modifiers = modifiers,
                        .workspace = pointer_to(workspace),
                        .cache = cache,
-                       .quantized = {factors_of(a.k_descale), factors_of(a.v_descale)}});
+                       .quantized = quantized});
   return {out, lse};
 }
 

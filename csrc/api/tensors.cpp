@@ -152,7 +152,9 @@ Plan required_plan(const Path& path, const Request& request, const DeviceInfo& i
 }
 
 Plan required_forward_plan(const Path& path, Request request, const DeviceInfo& info, const Tensor& q) {
-  const auto is_packed = [](const Launch& l) { return l.kernel == KernelId::kFwdPacked90; };
+  const auto is_packed = [](const Launch& l) {
+    return l.kernel == KernelId::kFwdPacked90 || l.kernel == KernelId::kFwdPackedQuantized90;
+  };
   const Plan found = required_plan(path, request, info);
   if (q.size(-2) == 1 || q.stride(-2) != 0 || std::ranges::none_of(found.steps(), is_packed)) return found;
   request.problem.tma_ready = false;

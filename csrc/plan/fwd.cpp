@@ -270,6 +270,8 @@ constexpr Row kHopper[] = {
     {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<false>, E::kM192},
     {F::kFwd, "sm90.fwd.m128_wide", supports_tma, nullptr, build_hopper<false>, E::kNone},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
+    {F::kFwdCached, "sm90.fwd_cached.packed_quantized", supports_packed_quantized, prefers_cached_tma,
+     build_packed_quantized, E::kPaged},
     {F::kFwdCached, "sm80.fwd_cached.quantized", supports_quantized, nullptr, build_quantized, E::kNone},
     {F::kFwdCached, "sm80.fwd_cached.mod", supports_cached_mod, nullptr, build_cached_mod, E::kNone},
     {F::kFwdCached, "sm90.fwd_cached.packed", supports_packed, prefers_cached_tma, build_packed, E::kPaged},

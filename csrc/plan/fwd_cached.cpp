@@ -3,6 +3,7 @@
 
 #include "../dense_cache.h"
 #include "../kv_splits.h"
+#include "../sm90/fwd_cached/tiles.h"
 
 namespace flash_ext::plans {
 namespace {
@@ -27,6 +28,23 @@ sm90::FwdTile packed_tile(const Problem& p) {
 int packed_rows(const Problem& p) {
   const int group = p.num_heads / p.num_heads_k;
   return packed_tile(p).block_m() / group * group;
+}
+
+// A sequence of more has its keys in one part. Tiles of one head, which 16-bit caches have for those, are no other kernel's
+// for 8 bits.
+int64_t most_packed_rows(const Problem& p) {
+  return std::max<int64_t>(kDividedRows, int64_t{kPackedQueries} * (p.num_heads / p.num_heads_k));
+}
+
+// CTAs that share out the tiles of a sequence, a key head and a part: as many as there may be tiles. Where that is beyond
+// what is divided, as many as give each multiprocessor some, since nobody knows which sequences there are.
+int64_t packed_row_tiles(Req r, Dev d, int64_t rows) {
+  constexpr int kWaves = 4;
+  const Problem& x = r.problem;
+  const auto tiles = [&](int64_t n) { return (n + packed_rows(x) - 1) / packed_rows(x); };
+  if (rows <= most_packed_rows(x)) return tiles(rows);
+  const int64_t items = std::max<int64_t>(1, int64_t{1} * x.batch * x.num_heads_k);
+  return std::min(tiles(rows), std::max(tiles(most_packed_rows(x)), (kWaves * d.num_sms + items - 1) / items));
 }
 
 SplitTile tile_of(Req r, int rows) {
@@ -146,7 +164,10 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
   const bool few = int64_t{1} * x.batch * x.num_heads_k < 2 * d.num_sms && rows <= kDividedRows;
   const bool quantized = r.cache_type != CacheType::k16Bit;
   const bool divides = few && (r.modifiers != nullptr || quantized) && !d.batch_invariant;
-  const int64_t divided = kind == Wide::kPacked ? rows : divides ? kDividedRows : wide ? kWideRows : kNarrowRows;
+  const int64_t divided = kind == Wide::kPacked ? std::min(rows, most_packed_rows(x))
+                          : divides             ? kDividedRows
+                          : wide                ? kWideRows
+                                                : kNarrowRows;
   const KvCacheGrid c = cached_grid(r, d, rows, divided, kind);
   const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of up to so many have tiles of 16 rows
   SplitGrid& g = p.split_kv;
@@ -176,14 +197,21 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
   const RowRange many{narrow_rows, tall ? kWideRows : INT32_MAX};
   if (wide && kind == Wide::kPacked) {
     const int dim = packed_dim(x);
+    const int64_t row_tiles = packed_row_tiles(r, d, rows);
+    const int64_t tiles = slots * x.num_heads_k * c.splits * row_tiles;
     const sm90::FwdTile t = packed_tile(x);
-    const int64_t row_tiles = (rows + c.tile_rows - 1) / c.tile_rows;
     Launch& l = p.push(main_of(KernelId::kFwdPacked90, dim, dim, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
-                               t.smem_bytes(dim, dim), slots * x.num_heads_k * c.splits * row_tiles, d.num_sms));
+                               t.smem_bytes(dim, dim), tiles, d.num_sms));
+    if (quantized) {
+      const sm90::ConvertedTile converted = sm90::converted_tile(dim);
+      l.kernel = KernelId::kFwdPackedQuantized90;
+      l.stages = converted.raw_stages / 2, l.threads = converted.threads(), l.smem_bytes = converted.smem_bytes(dim);
+    }
     l.grid.shared = g.group;
     l.grid.blocks = static_cast<uint32_t>(row_tiles);
     l.dynamic = true;  // lengths differ, and nobody knows them here
     l.rows = many;
+    l.cache_type = r.cache_type;
     p.workspace.tile_counters = p.workspace.add(kCounterBytes);
   } else if (wide) {
     push_tile(64, many);
@@ -203,25 +231,37 @@ bool supports_cached(Req r, Dev) { return r.modifiers == nullptr && r.cache_type
 bool supports_cached_mod(Req r, Dev) { return r.modifiers != nullptr && r.cache_type == CacheType::k16Bit; }
 bool supports_quantized(Req r, Dev) { return r.cache_type != CacheType::k16Bit; }
 // What the Hopper kernels read: pieces of a tile begin on the 8 rows that the swizzle permutes, and end with a page.
-bool supports_tma_pieces(Req r, Dev d) {
+static bool supports_tma_pieces(Req r) {
   const bool pieces_fit = r.cache->block_table == nullptr || r.cache->page_size.divisor % 8 == 0;
-  return supports_cached(r, d) && tma_fwd(r) && pieces_fit;
+  return tma_fwd(r) && pieces_fit;
 }
-bool supports_cached_tma(Req r, Dev d) { return supports_tma_pieces(r, d) && cached_rows(r) > kWideRows; }
+bool supports_cached_tma(Req r, Dev d) {
+  return supports_cached(r, d) && supports_tma_pieces(r) && cached_rows(r) > kWideRows;
+}
 // No part has more keys than a stretch, and tiles have numbers of 32 bits.
-bool supports_packed(Req r, Dev d) {
+static bool supports_packed_tiles(Req r, Dev d) {
   const Problem& x = r.problem;
-  const int group = x.num_heads / x.num_heads_k;
   const int64_t rows = cached_rows(r);
-  if (!supports_tma_pieces(r, d) || rows <= kNarrowRows || group > packed_tile(x).block_m()) return false;
-  if (rows > kDividedRows && rows > kPackedQueries * group) return false;
-  const int64_t tiles = (int64_t{2} + x.batch) * x.num_heads_k * ((rows + packed_rows(x) - 1) / packed_rows(x));
+  if (!supports_tma_pieces(r) || rows <= kNarrowRows) return false;
+  if (x.num_heads / x.num_heads_k > packed_tile(x).block_m()) return false;
+  const int64_t tiles = (int64_t{2} + x.batch) * x.num_heads_k * packed_row_tiles(r, d, rows);
   return tiles <= INT32_MAX / kMaxSplits && r.cache->max_keys <= int64_t{kMaxSplits} * sm90::kStretches.above;
+}
+bool supports_packed(Req r, Dev d) {
+  return supports_cached(r, d) && supports_packed_tiles(r, d) && cached_rows(r) <= most_packed_rows(r.problem);
+}
+// Beside the converters, outputs of 256 columns have no registers. fp16 does not hold numbers times factors of any size.
+bool supports_packed_quantized(Req r, Dev d) {
+  if (!supports_quantized(r, d) || r.modifiers != nullptr || packed_dim(r.problem) > 128) return false;
+  if (r.has_slot_factors && r.problem.dtype == DType::kFloat16) return false;
+  const bool is_divided = cached_rows(r) <= most_packed_rows(r.problem);
+  return supports_packed_tiles(r, d) && (is_divided || r.cache->max_keys <= sm90::kStretches.above);
 }
 // The batch-invariant mode promises equal bits for pages of every size.
 bool prefers_cached_tma(Req, Dev d) { return !d.batch_invariant; }
 
 void build_packed(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p, Wide::kPacked); }
+void build_packed_quantized(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p, Wide::kPacked); }
 
 // Without a cache, where all sequences are equally long.
 bool supports_packed_dense(Req r, Dev d) {

@@ -59,6 +59,7 @@ const char* suffix_of(const Launch& l) {
     case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_m128" : "";
     case KernelId::kFwdFp890: return l.variant == ScoreVariant::kMixed ? "_mixed" : "";
     case KernelId::kFwdMod90: return l.block_m > 128 ? "_m192" : "";
+    case KernelId::kFwdPackedQuantized90:
     case KernelId::kFwdSplitQuantized80: return l.cache_type == CacheType::kInt8 ? "_int8" : "_e4m3";
     case KernelId::kBwdFused90:
       return l.dq == DqMode::kOrdered  ? "_det"
@@ -114,6 +115,7 @@ const char* stem_of(KernelId k) {
     case KernelId::kSumDvSplits: return "sum_dv";
     case KernelId::kFwdCached90: return "fwd_cached_sm90";
     case KernelId::kFwdPacked90: return "fwd_packed_sm90";
+    case KernelId::kFwdPackedQuantized90: return "fwd_packed_quantized_sm90";
     case KernelId::kAlignBias: return "align_bias_rows";
   }
   return "?";

@@ -157,11 +157,22 @@ __device__ __forceinline__ uint2 load_shared_words(uint32_t address) {
   asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];\n" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
   return x;
 }
+__device__ __forceinline__ void load_shared_words(uint32_t (&x)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
 __device__ __forceinline__ void store_shared_word(uint32_t address, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(address), "r"(x) : "memory");
 }
 __device__ __forceinline__ void store_shared(uint32_t address, float4 x) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                : "memory");
 }
 

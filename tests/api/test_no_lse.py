@@ -441,6 +441,9 @@ def row_calls() -> Iterator[RowCall]:
             )
     for asks in ("kv_splits=1", "kv_splits=5"):
         yield RowCall("sm90.fwd_cached.packed", (30, 700), (8, 2), options=("pages", "causal"), asks=asks)
+        yield RowCall(
+            "sm90.fwd_cached.packed_quantized", (30, 700), (8, 2), options=("pages", "e4m3"), asks=asks
+        )
     yield RowCall("sm90.fwd_cached", (200, 700), (8, 2), options=("pages",))
     yield RowCall("sm90.fwd_cached", (200, 700), (8, 2), options=("pages", "causal"))  # some see nothing
 

@@ -26,7 +26,7 @@ H200 = "gpu=9.0/132"
 # What words cannot say: that the gradient of a bias alone is wanted, and that keys lie in a cache.
 BEYOND_WORDS = {
     "bwd_mod.other_gradients", "sm80.fwd_cached", "sm80.fwd_cached.mod", "sm80.fwd_cached.quantized",
-    "sm90.fwd_cached", "sm90.fwd_cached.packed",
+    "sm90.fwd_cached", "sm90.fwd_cached.packed", "sm90.fwd_cached.packed_quantized",
 }  # fmt: skip
 
 

@@ -46,6 +46,7 @@ HOPPER_HEAD_DIMS = (*HEAD_DIMS, 192, *(2 * (64, 96, 128)))
 HOPPER_CACHED = ("fwd_cached_sm90_kernel",)
 HOPPER_CACHED_HEAD_DIMS = (*HEAD_DIMS, 192)  # as above, without lower tiles
 HOPPER_PACKED, HOPPER_PACKED_HEAD_DIMS = ("fwd_packed_sm90_kernel",), (64, 128, 256)
+HOPPER_QUANTIZED, HOPPER_QUANTIZED_HEAD_DIMS = ("fwd_packed_quantized_sm90_kernel",), (64, 128)
 HOPPER_MOD = ("fwd_mod_sm90_kernel",)
 HOPPER_MOD_HEAD_DIMS = (64, 128, 192, 256)
 HOPPER_MOD_KINDS = (0, 2)  # scores hidden only, or all there is
@@ -72,8 +73,9 @@ HOPPER_BWD_HEAD_DIMS = (64, 96, 128)
 HOPPER_BWD_WIDE_PASSES = ("row_stats_kernel",)  # of head_dim_v
 HOPPER_BWD_WIDE_HEAD_DIMS = (192, 192, 256)
 WARPGROUPS = (
-    HOPPER + HOPPER_CACHED + HOPPER_PACKED + HOPPER_BWD + HOPPER_BWD_SPLIT + HOPPER_MOD + HOPPER_BWD_MOD
-)
+    *HOPPER, *HOPPER_CACHED, *HOPPER_PACKED, *HOPPER_QUANTIZED, *HOPPER_BWD, *HOPPER_BWD_SPLIT, *HOPPER_MOD,
+    *HOPPER_BWD_MOD,
+)  # fmt: skip
 SPLIT = ("fwd_split_kernel", "fwd_split_mod_kernel")  # in both machine codes, for 16 and for 64 rows
 SPLIT_HEAD_DIMS = (64, 128, 256)
 STRETCHED = ("fwd_kernel",)  # once more, for very many keys
@@ -258,6 +260,7 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         *itertools.product(("fwd_fp8_sm90_kernel",), DTYPES, FP8_HEAD_DIMS, (None,)),
         *itertools.product(HOPPER_CACHED, DTYPES, HOPPER_CACHED_HEAD_DIMS, (None,)),
         *itertools.product(HOPPER_PACKED, DTYPES, HOPPER_PACKED_HEAD_DIMS, (None,)),
+        *itertools.product(HOPPER_QUANTIZED, DTYPES, HOPPER_QUANTIZED_HEAD_DIMS, (None,)),
     ]  # fmt: skip
     for arch in ARCHS:
         hopper = arch == "sm_90a"
@@ -380,6 +383,7 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
         seen += 1
     plain = len(HOPPER) * len(HOPPER_HEAD_DIMS) + len(HOPPER_CACHED) * len(HOPPER_CACHED_HEAD_DIMS)
     plain += len(HOPPER_PACKED) * len(HOPPER_PACKED_HEAD_DIMS)
+    plain += len(HOPPER_QUANTIZED) * len(HOPPER_QUANTIZED_HEAD_DIMS)
     wide = 2 * len(HOPPER_BWD_WIDE_HEAD_DIMS)
     narrow = len(DQ_KINDS) * len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS) + 2 * len(FEW_ROWS)
     narrow += len(HOPPER_BWD) * len(FEW_KEYS)

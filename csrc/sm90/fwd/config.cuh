@@ -97,8 +97,9 @@ struct Barriers {
   __device__ uint32_t work_full(int stage) const { return base + 8 * (2 * T::kKvStages + 2 * T::kQStages + stage); }
   __device__ uint32_t work_ending() const { return work_full(T::kWorkStages); }
 
-  __device__ void init() const {
-    init_pairs(kv_full(0), T::kKvStages, 1, 4 * T::kConsumers);
+  // kv_arrivals: of whoever fills a stage.
+  __device__ void init(int kv_arrivals = 1) const {
+    init_pairs(kv_full(0), T::kKvStages, kv_arrivals, 4 * T::kConsumers);
     init_pairs(q_full(0), T::kQStages, 1, 4 * T::kConsumers);
     for (int i = 0; i < T::kWorkStages; ++i) ptx::mbarrier_init(work_full(i), 1);
     ptx::mbarrier_init(work_ending(), 1);

@@ -178,6 +178,7 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     ptx::warpgroup_fence_operand(s);
     arrive(bars.kv_empty(k_stage));
     finish_q();
+    if constexpr (requires { numbers.scale_scores(s); }) numbers.scale_scores(s);
     mask();
   };
   const auto issue_output = [&] {

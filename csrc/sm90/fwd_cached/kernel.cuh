@@ -20,9 +20,9 @@ __device__ __forceinline__ void run_cached_cta(const Args& a, const FwdMaps& map
         if (warp == 0) {
           schedule(cta);
         } else if (warp == 1) {
-          load_cached_tiles<T, false>(a, maps.k, cta.smem, cta.shared, cta.bars);
+          load_cached_tiles<T, false>(a, maps.k, cta.shared, cta.bars, CopiedRing<T>{cta.smem, cta.bars});
         } else if (warp == 2) {
-          load_cached_tiles<T, true>(a, maps.v, cta.smem, cta.shared, cta.bars);
+          load_cached_tiles<T, true>(a, maps.v, cta.shared, cta.bars, CopiedRing<T>{cta.smem, cta.bars});
         }
       },
       [&](const auto& cta, int group) { consume<T>(a, maps, cta.smem, cta.shared, cta.bars, group - 1); });

@@ -9,16 +9,16 @@
 namespace flash_ext::sm90 {
 
 // A map of K or V (pieces.cuh).
-inline std::string encode_cache_map(CUtensorMap& map, const StridedView& x, DType dtype, int columns, int rows) {
+inline std::string encode_cache_map(CUtensorMap& map, const StridedView& x, CUtensorMapDataType type, int columns,
+                                    const Box& b) {
   const cuuint64_t dims[5] = {static_cast<cuuint64_t>(columns), kMapRows, cuuint64_t{1} << 30, cuuint64_t{1} << 30, 1};
   const cuuint64_t strides[4] = {map_stride(x.row_stride, 2), cuuint64_t{1} << kFarShift, cuuint64_t{1} << kNearShift,
                                  16};
-  return encode(map, x.ptr, map_type_of(dtype), dims, strides, Box{64, rows});
+  return encode(map, x.ptr, type, dims, strides, b);
 }
 
-// Arguments and maps of K and V.
 template <typename T>
-std::string prepare_cached(const FwdCall& c, const Launch& l, CachedFwdArgs& a, FwdMaps& maps) {
+void prepare_cached(const FwdCall& c, const Launch& l, CachedFwdArgs& a) {
   static_cast<FwdArgs&>(a) = make_fwd_args(c, l);
   a.cache = c.cache;
   a.served = l.rows;
@@ -26,9 +26,12 @@ std::string prepare_cached(const FwdCall& c, const Launch& l, CachedFwdArgs& a, 
   a.piece_rows = c.cache.block_table != nullptr ? std::gcd(page_size, T::kBlockN) : T::kBlockN;
   a.k_row_bytes = static_cast<int64_t>(map_stride(c.p.k.row_stride, 2));
   a.v_row_bytes = static_cast<int64_t>(map_stride(c.p.v.row_stride, 2));
+}
+inline std::string encode_kv_maps(const FwdCall& c, const CachedFwdArgs& a, FwdMaps& maps) {
   const Problem& r = c.p.problem;
-  std::string error = encode_cache_map(maps.k, c.p.k, r.dtype, r.head_dim, a.piece_rows);
-  if (error.empty()) error = encode_cache_map(maps.v, c.p.v, r.dtype, r.head_dim_v, a.piece_rows);
+  const Box box{64, a.piece_rows};
+  std::string error = encode_cache_map(maps.k, c.p.k, map_type_of(r.dtype), r.head_dim, box);
+  if (error.empty()) error = encode_cache_map(maps.v, c.p.v, map_type_of(r.dtype), r.head_dim_v, box);
   return error;
 }
 
@@ -36,7 +39,8 @@ template <typename T>
 std::string launch_fwd_cached_as(const FwdCall& c, const Launch& l) {
   CachedFwdArgs a{};
   FwdMaps maps;
-  std::string error = prepare_cached<T>(c, l, a, maps);
+  prepare_cached<T>(c, l, a);
+  std::string error = encode_kv_maps(c, a, maps);
   a.kept = part_of<float>(c.workspace, c.plan.workspace.kv_stretches);
   const Problem& r = c.p.problem;
   if (error.empty()) error = encode_map(maps.q, c.p.q, r, r.head_dim, r.seqlen_q, r.num_heads, T::kBlockM);
@@ -66,23 +70,30 @@ inline std::string encode_heads_map(CUtensorMap& map, const StridedView& x, cons
   return encode(map, x.ptr, map_type_of(p.dtype), dims, strides, b);
 }
 
+// What packed tiles add, with the map of Q.
+template <typename T>
+std::string prepare_packed(const FwdCall& c, const Launch& l, PackedFwdArgs& a, FwdMaps& maps) {
+  const int group = static_cast<int>(l.grid.shared.divisor);
+  a.parts = c.plan.split_kv;
+  a.c = c.plan.kv_cache;
+  a.partials = part_of<void>(c.workspace, c.plan.workspace.kv_partials);
+  a.tile_rows = a.c.tile_rows;
+  a.tile_queries = a.tile_rows / group;
+  a.row_tiles = Divisor(l.grid.blocks);
+  Box box{T::kChunkColumns, group};
+  box.others = a.tile_queries;
+  return encode_heads_map(maps.q, c.p.q, c.p.problem, box);
+}
+
 template <int D>
 std::string launch_fwd_packed(const FwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
     using T = PackedTraits<E, D>;
     PackedFwdArgs a{};
     FwdMaps maps{};
-    std::string error = prepare_cached<T>(c, l, a, maps);
-    const int group = static_cast<int>(l.grid.shared.divisor);
-    a.parts = c.plan.split_kv;
-    a.c = c.plan.kv_cache;
-    a.partials = part_of<void>(c.workspace, c.plan.workspace.kv_partials);
-    a.tile_rows = a.c.tile_rows;
-    a.tile_queries = a.tile_rows / group;
-    a.row_tiles = Divisor(l.grid.blocks);
-    Box box{T::kChunkColumns, group};
-    box.others = a.tile_queries;
-    if (error.empty()) error = encode_heads_map(maps.q, c.p.q, c.p.problem, box);
+    prepare_cached<T>(c, l, a);
+    std::string error = encode_kv_maps(c, a, maps);
+    if (error.empty()) error = prepare_packed<T>(c, l, a, maps);
     if (!error.empty()) return "fwd_packed_sm90: " + error;
     return launch_planned(l, fwd_packed_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
   });

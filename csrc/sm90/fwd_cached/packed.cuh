@@ -33,6 +33,7 @@ struct PackedTraits : FwdTraits<E, D, D, D <= 128> {
   using Tile = PackedTile;
   using Args = PackedFwdArgs;
   static constexpr bool kParts = true, kPacked = true;
+  static constexpr bool kQuantized = false;  // quantized.cuh
   static constexpr int kBarriersAt = Base::kWorkAt + Base::kWorkStages * static_cast<int>(sizeof(Tile));
   static_assert(Base::kConsumers == 2);
   static_assert(kBarriersAt + 8 * (2 * Base::kKvStages + 2 * Base::kQStages + Base::kWorkStages + 1) <=
@@ -70,11 +71,13 @@ __device__ __forceinline__ void store_empty_packed(const PackedFwdArgs& a, const
 
 // Stores what a thread holds of two rows: a part, or the result.
 template <typename T>
-__device__ __forceinline__ void store_packed(const PackedFwdArgs& a, const PackedTile& work,
+__device__ __forceinline__ void store_packed(const PackedFwdArgs& a, const typename T::Tile& work,
                                              const float (&o)[T::kHeadDimV / 2], const RowState& state, int row,
                                              int lane) {
   const Work& w = work.w;
   const int columns = a.p.problem.head_dim_v, quad_lane = lane % 4;
+  float factor = 1.f;
+  if constexpr (T::kQuantized) factor = work.of_v;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float sum = state.sum[half];
@@ -93,12 +96,13 @@ __device__ __forceinline__ void store_packed(const PackedFwdArgs& a, const Packe
 #pragma unroll
       for (int j = 0; j < T::kHeadDimV / 8; ++j) {
         if (8 * j >= columns) break;
-        *reinterpret_cast<float2*>(to + 8 * j) = make_float2(o[4 * j + 2 * half], o[4 * j + 2 * half + 1]);
+        *reinterpret_cast<float2*>(to + 8 * j) =
+            make_float2(o[4 * j + 2 * half] * factor, o[4 * j + 2 * half + 1] * factor);
       }
       continue;
     }
     const bool empty = state.minus_max[half] == INFINITY && sum == 0.f;
-    const float inverse = empty ? 0.f : 1.f / sum;
+    const float inverse = empty ? 0.f : factor / sum;
     if (float* const lse = packed_lse(a, w, at); lse != nullptr && quad_lane == 0 && is_there) {
       *lse = empty ? -INFINITY : logf(sum) - state.minus_max[half] * kLn2;
     }
@@ -162,8 +166,8 @@ __device__ __forceinline__ void clear_unused_rows(const PackedFwdArgs& a, uint32
 // of them; then key heads and parts, as in sm80/split_kv/cached.cuh. `w`: a place in shared memory, since registers are
 // short.
 template <typename T>
-__device__ __forceinline__ void schedule_packed_work(const PackedFwdArgs& a, const FwdMaps& maps, uint32_t smem,
-                                                     PackedTile* work_tiles, Barriers<T> bars, Work& w) {
+__device__ __forceinline__ void schedule_packed_work(const typename T::Args& a, const FwdMaps& maps, uint32_t smem,
+                                                     typename T::Tile* work_tiles, Barriers<T> bars, Work& w) {
   const Problem& p = a.p.problem;
   const auto is_first_lane = [] { return threadIdx.x % 32 == 0; };
   const auto rows = [&] { return w.q.length * static_cast<int>(a.grid.shared.divisor); };
@@ -207,7 +211,9 @@ __device__ __forceinline__ void schedule_packed_work(const PackedFwdArgs& a, con
         } else {
           wait(bars.q_empty(q_ring.stage), q_ring.phase);
           if (is_first_lane()) {
-            work_tiles[work_ring.stage] = {{w, blocks}, parts.count == 1 ? PackedTile::kWhole : part};
+            typename T::Tile& work = work_tiles[work_ring.stage];
+            static_cast<PackedTile&>(work) = {{w, blocks}, parts.count == 1 ? PackedTile::kWhole : part};
+            if constexpr (T::kQuantized) set_factors(work, a);
             ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
             copy_packed_q<T>(a, maps, smem + T::kQAt + q_ring.stage * T::kQBytes, bars.q_full(q_ring.stage), w);
           }

@@ -29,16 +29,30 @@ __device__ __forceinline__ void schedule_cached_work(const CachedFwdArgs& a, con
   });
 }
 
+// Where copies go: to the tiles that consumers read. A cache of 8 bits has other tiles (quantized.cuh).
+template <typename T>
+struct CopiedRing {
+  static constexpr int kStages = T::kKvStages, kColumns = T::kChunkColumns, kRowBytes = 128;  // of a chunk
+  uint32_t smem;
+  Barriers<T> bars;
+  __device__ uint32_t tile(int stage) const { return smem + stage * T::kStageBytes; }
+  __device__ uint32_t full(int stage) const { return bars.kv_full(stage); }
+  __device__ uint32_t empty(int stage) const { return bars.kv_empty(stage); }
+  template <bool kIsV>
+  static constexpr int kChunks = kIsV ? T::kChunksV : T::kChunks;
+};
+
 // Second warp: K; third: V. Stages are used in the order of fwd/produce.cuh, K0, K1, V0, K2, V1, ..., so each warp passes
 // over those of the other. A lane finds the place of a piece, with its entry of the table, before the stage is free.
-template <typename T, bool kIsV>
-__device__ __forceinline__ void load_cached_tiles(const CachedFwdArgs& a, const CUtensorMap& map, uint32_t smem,
-                                                  const typename T::Tile* work_tiles, Barriers<T> bars) {
-  constexpr int kRows = T::kBlockN, kChunks = kIsV ? T::kChunksV : T::kChunks;
+template <typename T, bool kIsV, typename Ring>
+__device__ __forceinline__ void load_cached_tiles(const CachedFwdArgs& a, const CUtensorMap& map,
+                                                  const typename T::Tile* work_tiles, Barriers<T> bars,
+                                                  const Ring& copies) {
+  constexpr int kRows = T::kBlockN, kChunks = Ring::template kChunks<kIsV>, kRowBytes = Ring::kRowBytes;
   const StridedView& view = kIsV ? a.p.v : a.p.k;
   const int64_t row_bytes = kIsV ? a.v_row_bytes : a.k_row_bytes;
   const int lane = threadIdx.x % 32;
-  PipelineState<T::kKvStages> ring;
+  PipelineState<Ring::kStages> ring;
   PipelineState<T::kWorkStages> work_ring;
   ring.phase = 1;
   if (kIsV) ring.advance();  // K of the first tile
@@ -71,18 +85,18 @@ __device__ __forceinline__ void load_cached_tiles(const CachedFwdArgs& a, const 
       const int own_row = min(lane * a.piece_rows, kRows - a.piece_rows);
       const PiecePlace own =
           PiecePlace::of(keys, a.cache, view, row_bytes, h_k, (begin + left - 1) * kRows + own_row, a.piece_rows);
-      wait(bars.kv_empty(ring.stage), ring.phase);
-      const uint32_t bar = bars.kv_full(ring.stage);
-      if (lane == 0) ptx::mbarrier_arrive_expect_tx(bar, kChunks * kRows * 128);
-      uint32_t to = smem + ring.stage * T::kStageBytes;
+      wait(copies.empty(ring.stage), ring.phase);
+      const uint32_t bar = copies.full(ring.stage);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(bar, kChunks * kRows * kRowBytes);
+      uint32_t to = copies.tile(ring.stage);
 #pragma unroll 1
-      for (int i = 0; i * a.piece_rows < kRows; ++i, to += a.piece_rows * 128) {
+      for (int i = 0; i * a.piece_rows < kRows; ++i, to += a.piece_rows * kRowBytes) {
         const int row = __shfl_sync(ptx::kFullWarp, own.row, i);
         const int far = __shfl_sync(ptx::kFullWarp, own.far, i), near = __shfl_sync(ptx::kFullWarp, own.near, i);
         if (lane == 0) {
 #pragma unroll
           for (int c = 0; c < kChunks; ++c) {
-            ptx::tma_load_5d(to + c * kRows * 128, &map, bar, T::kChunkColumns * c, row, far, near, 0);
+            ptx::tma_load_5d(to + c * kRows * kRowBytes, &map, bar, Ring::kColumns * c, row, far, near, 0);
           }
         }
       }

@@ -35,13 +35,13 @@ def seen_by(rnd, groups):
     return tuple(group for group in range(groups) if rnd.random() < 0.6)
 
 
-def run_forward(m, rnd, *, apart=False):
-    groups = rnd.choice((2, 3))
+def run_forward(m, rnd, *, apart=False, converts=False):
+    groups = 2 if converts else rnd.choice((2, 3))
     items = [[seen_by(rnd, groups) for _ in range(count)] for count in counts(rnd)]
     for tiles in filter(None, items):
         tiles[-1] = tuple({0, *tiles[-1]})
-    stages = rnd.choice((4, 5, 8))
-    forward(m, items, stages, rnd.choice((1, 2)), groups, draws=rnd.random() < 0.5, apart=apart)
+    stages, raw_stages = rnd.choice(((3, 4), (6, 8))) if converts else (rnd.choice((4, 5, 8)), 0)
+    forward(m, items, stages, rnd.choice((1, 2)), groups, rnd.random() < 0.5, apart, raw_stages)
 
 
 def run_forward_mod(m, rnd, *, bias=False, places=0):
@@ -151,6 +151,7 @@ TWO_PLACES_OF_DS = ("adding fp32", "adding and dropping")  # at head_dim 128
 MODELS = {
     "forward": run_forward,
     "forward over a cache": model(run_forward, apart=True),
+    "forward over bytes": model(run_forward, apart=True, converts=True),
     "forward with modifiers": run_forward_mod,
     "forward with modifiers, tall tiles": run_forward_tall,
     "forward with a bias": model(run_forward_mod, bias=True),
@@ -217,6 +218,9 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
         ("forward", "K let go early", "overwrites"),
         ("forward", "a warp keeps Q", "deadlock"),
         ("forward over a cache", "V does not wait for the next item", "overwrites"),
+        ("forward over bytes", "V does not wait for the next item", "overwrites"),
+        ("forward over bytes", "elements without a fence", "may not see K or V"),
+        ("forward over bytes", "factors are not waited for", "may not be written yet"),
         ("backward of few rows", "K and V are let go before the last scores", "overwrites V"),
         ("backward together", "two places for dS", "overwrites dS"),
         ("backward together", "dS without a fence", "may not see dS"),
@@ -242,6 +246,7 @@ def test_a_planted_mistake_is_found(name, plant, fault):
 RINGS = {
     "forward": ("K or V", "Q"),
     "forward over a cache": ("K or V", "Q"),
+    "forward over bytes": ("K or V", "Q", "bytes"),
     "forward with a bias": ("K or V", "Q", "bias", "chunk"),
     "forward with a bias in parts": ("K or V", "Q", "bias", "chunk"),
     "backward of few rows": ("K", "V", "Q", "dO", "item"),

@@ -7,11 +7,16 @@ from types import SimpleNamespace
 from tests.tools.protocols import CHUNK, END, WARPS, Barrier, Slots, barriers, cells
 
 
-def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=False):
+def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=False, raw_stages=0):
     """schedule_work() and load_tiles() of fwd/produce.cuh, consume() of fwd/consume.cuh. An item is a list
     of tiles, a tile the groups that see it; group 0 sees the last one. ``apart``: load_cached_tiles() of
-    fwd_cached/produce.cuh, which has a role for K and one for V."""
-    kv, q = Slots("K or V", kv_stages, groups * WARPS), Slots("Q", q_stages, groups * WARPS)
+    fwd_cached/produce.cuh, which has a role for K and one for V. ``raw_stages``: of the ring of bytes that
+    convert_tiles() of fwd_cached/convert.cuh leaves, with load_slot_factors() of fwd_cached/quantized.cuh. Of
+    its warps the first one writes, and the others let go of what they have read."""
+    kv = Slots("K or V", kv_stages, groups * WARPS, full=WARPS if raw_stages else 1)
+    q = Slots("Q", q_stages, groups * WARPS)
+    raw, factors = Slots("bytes", max(raw_stages, 1), WARPS), Slots("factors", max(raw_stages, 1), 1)
+    copied = raw if raw_stages else kv
     item, ending, turn = Slots("item", 4, 1), Barrier(1), barriers(groups, 2 * WARPS)
 
     def scheduler(me):
@@ -59,12 +64,46 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=Fals
                         if left == min(3, len(items[n])):
                             me.arrive(ending)
                         used += begun > 1
-                    yield from kv.load(me, used, (what, n, left))
+                    yield from copied.load(me, used, (what, n, left))
                     used, begun = used + 1, begun + 1
                 me.read(item.at(place), n)
                 place += 1
 
         return role
+
+    def factor_loader(me):
+        used = place = 0
+        v = None
+        while (n := (yield from item.take(me, place))) != END:
+            for left in range(len(items[n]), 0, -1):
+                for what in (("K", n, left), v) if v else (("K", n, left),):
+                    yield raw.left(used)
+                    me.copy(factors.full[used % raw_stages], factors.at(used), what)
+                    used += 1
+                v = ("V", n, left)
+            place += 1
+        if v:
+            yield raw.left(used)
+            me.copy(factors.full[used % raw_stages], factors.at(used), v)
+
+    def converter(me, warp):
+        used = place = 0
+        while (n := (yield from item.take(me, place))) != END:
+            for _ in range(2 * len(items[n])):
+                yield raw.ready(used)
+                if m.plant != "factors are not waited for":
+                    yield factors.ready(used)
+                yield kv.left(used)
+                what = me.look(raw.at(used))
+                me.read(factors.at(used), what)
+                if warp == 0:
+                    me.write(kv.at(used), what)
+                    if m.plant != "elements without a fence":
+                        me.fence()
+                raw.let_go(me, used)
+                me.arrive(kv.full[used % kv_stages])
+                used += 1
+            place += 1
 
     def consumer(me, group, warp):
         now = SimpleNamespace(used=0, items=-1, n=None, left=0, new=False)
@@ -171,6 +210,10 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=Fals
         m.role("loader of V", loader_of("V"))
     else:
         m.role("loader", loader)
+    if raw_stages:
+        m.role("loader of factors", factor_loader)
+        for warp in range(WARPS):
+            m.role(f"converter {warp}", converter, warp)
     m.warps(groups, consumer)
 
 

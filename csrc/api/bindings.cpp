@@ -397,8 +397,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_plain", &PreparedCall::set_plain)
       .def("fwd", wrap_pybind_function_no_gil(prepared_fwd))
       .def("bwd", wrap_pybind_function_no_gil(prepared_bwd));
-  m.def("check_append_kv", wrap_pybind_function(check_append_kv));
-  m.def("check_condense", wrap_pybind_function(check_condense));
+  m.def("check_append_kv", wrap_pybind_function(&AppendOperator::entry<check_append_kv>));
+  m.def("check_condense", wrap_pybind_function(&Operator<void, 1, fields::kCondense>::entry<check_condense>));
 
   m.def("path_names", &path_names);
   m.def("plan", &plan_of_numbers, py::arg("direction"), py::kw_only(), py::arg("dtype") = "bfloat16",

@@ -49,7 +49,7 @@ INCLUDES = [
     ("api/launch_words.h", ("plan.h",)),
     ("api/append.cpp", ("append_kv.h", "api/api.h", "api/tangents.h", "api/tensors.h")),
     ("bias_rows.h", ("modifiers.h",)),
-    ("api/", ("api/api.h", "api/call_args.h", "api/checks.h", "api/fp8.h", "api/launch_words.h",
+    ("api/", ("api/api.h", "api/call_args.h", "api/checks.h", "api/launch_words.h",
              "api/prepared.h", "api/tangents.h",
              "api/tensors.h", "bias_rows.h", "call.h", "condensed.h", "fp8.h", "path_choice.h",
              "build_info.h", "short_tiles.h", "stream.h")),

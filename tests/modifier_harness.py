@@ -173,8 +173,7 @@ def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
     if (launch := launch_of(case, target, direction)) is None:
         return
     has_plain_backward = direction == "bwd" and _has_plain_backward(x)
-    # Where sinks alone are asked for their gradient follows the plain backward.
-    check_done_launches(launch, others=has_plain_backward and "sinks" in x.mcase.mods)
+    check_done_launches(launch)
     if has_plain_backward:
         native = case.head_dim % 8 == 0
         # With up to 128 keys the short targets take the kernel for modifiers.

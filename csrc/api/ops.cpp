@@ -203,7 +203,7 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
   if (need_bias) bias_parts = place_gradient(of_bias, plan.dbias_splits, w.dbias_partials, workspace, dbias);
   if (plan.zeroes_dbias) dbias.zero_();
   if (need_slopes) slope_parts = place_gradient(of_slopes, plan.dslopes_splits, w.dslopes_partials, workspace, dslopes);
-  launch(path, BwdCall{plan, params, made.modifiers, of_bias, of_slopes, pointer_to(workspace)}, !runs_plain);
+  launch(path, BwdCall{plan, params, made.modifiers, of_bias, of_slopes, pointer_to(workspace)}, runs_plain);
   // Sums over parts and rows have a fixed order in torch, too.
   if (of_bias.splits > 1) dbias.copy_(bias_parts.sum(0).view(dbias.sizes()));
   if (of_slopes.splits > 1) dslopes.copy_(slope_parts.sum(0).view(dslopes.sizes()));

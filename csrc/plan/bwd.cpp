@@ -164,7 +164,7 @@ bool drops(Req r) { return r.modifiers->rng != nullptr; }
 // One kernel for dk, dv, dq and the gradient of a bias.
 bool supports_short_mod(Req r, Dev d) {
   return is_short_bwd(r.problem, d, r.constraints) && (r.need_qkv || r.dbias != nullptr) &&
-         (r.dbias == nullptr || r.dbias->reach < 0);
+         (r.dbias == nullptr || r.dbias->is_of_places());
 }
 bool supports_others(Req r, Dev) { return !r.need_qkv; }
 bool supports_fused_mod(Req r, Dev d) {

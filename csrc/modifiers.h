@@ -72,6 +72,8 @@ struct DistanceBias {
   int32_t table_batch_stride = 0, table_head_stride = 0;  // 0: broadcast
 
   FLASH_EXT_HOST_DEVICE constexpr explicit operator bool() const { return slopes != nullptr || table != nullptr; }
+  // Whether what rows behind the last one get may be NaN.
+  FLASH_EXT_HOST_DEVICE constexpr bool may_be_nan() const { return table != nullptr; }
 };
 
 // Above it the tanh of a softcap is evaluated finely, which not every kernel can.
@@ -139,6 +141,9 @@ struct BiasGradient {
   int32_t reach = -1;  // of a table by distance; rows and columns of scores are summed; -1: none
   bool is_float = false;  // out is fp32; else the dtype of q. Always fp32 with splits > 1
   int32_t splits = 1;  // parts of what is summed over, which are added in order behind; the plan says how many
+
+  // Whether a score adds to the element of its own row and column, or of those of them that are not summed over.
+  bool is_of_places() const { return reach < 0; }
 
   // Tiles of the result, for each part.
   int64_t tiles(int block_m, int block_n) const {

@@ -204,6 +204,12 @@ void record_launch(const LaunchRecord& record) {
   record_of_last_launch = record;
 }
 
+void record_second_plan(const Plan& plan) {
+  if (record_of_this_thread) record_of_this_thread->then = plan;
+  const std::lock_guard<std::mutex> lock(record_mutex);
+  if (record_of_last_launch) record_of_last_launch->then = plan;
+}
+
 std::optional<LaunchRecord> last_launch() {
   const std::lock_guard<std::mutex> lock(record_mutex);
   return record_of_last_launch;

@@ -65,8 +65,10 @@ struct LaunchRecord {
   Plan plan;
   bool deterministic = false;
   bool aligned = false;  // every tensor takes the 16-byte loader
+  std::optional<Plan> then = {};  // of a backward whose gradient of sinks has a plan of its own
 };
 void record_launch(const LaunchRecord& record);
+void record_second_plan(const Plan& plan);  // of the call that this thread has recorded
 std::optional<LaunchRecord> last_launch();  // of any thread
 std::optional<LaunchRecord> last_launch_of_this_thread();
 std::vector<DoneLaunch> done_launches();  // since the latest record, of all threads

@@ -156,6 +156,8 @@ struct Launch {
   bool dynamic = false;  // tiles are fetched from a counter, else tile i goes to CTA i modulo their number
   bool pdl = false;  // programmatic launch: begins before the kernel in front of it has ended
   Grid grid;  // the order of work tiles; not of passes, short and split-KV kernels
+  int rotate = 0;  // Hopper: tiles by which a block of keys starts its walk later than the block before
+  int bias_rows = 0;  // Hopper, forwards: of a tile of bias that TMA brings; 0: there is none
   RowRange rows;  // of forwards over a cache: which sequences
   CacheType cache_type = CacheType::k16Bit;  // of the same
 };
@@ -197,6 +199,7 @@ struct Plan {
   int dbias_splits = 1, dslopes_splits = 1;
   bool dbias_with_dk = false;  // the kernel that makes dk stores the gradient of the bias
   bool zeroes_dbias = false;  // and leaves out tiles that nothing sees
+  bool zeroes_dq = false;  // of DqMode::kStored: no step visits some tiles of queries
   std::array<Launch, 10> launches{};  // in order
   int num_launches = 0;
   int main = 0;  // the launch whose tile is printed first

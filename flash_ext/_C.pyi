@@ -141,6 +141,9 @@ def plan(
     device: int = 0,
     gpu: tuple[int, int, int, int, int] | None = None,
     tma: bool = True,
+    need_qkv: bool = True,
+    cache: tuple[str, str, int] | None = None,
+    max_seqlen: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]: ...
 def plan_rows() -> list[tuple[str, str, str]]: ...
 def done_launches() -> list[dict[str, Any]]: ...

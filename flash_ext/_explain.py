@@ -26,8 +26,8 @@ class Explanation:
     Attributes:
         backend: "sm90", "sm80" or "cpu"; None if none serves the call.
         forward, backward: plans: the row of the table of kernels and its evidence, launches with kernel, tile
-            and grid, workspace in bytes. Empty on the CPU. The backward is that of q, k, v and, where it
-            wants a gradient, the bias.
+            and grid, workspace in bytes. Empty on the CPU. The backward is that of q, k, v and, where they
+            want a gradient, bias, slopes and sinks.
         why_not: the reasons of the other backends, by name.
     """
 
@@ -108,8 +108,8 @@ def explain(
     }  # fmt: skip
     shown = {"call": " ".join(["packed" if packed else "dense", *names]), "gpu": gpu or str(q.device)}
     forward = {**shown, **_C.plan("fwd", modifiers=names, **numbers)}
-    wants_bias = mods is not None and mods.bias is not None and mods.bias.requires_grad
-    own = [f"{name}_gradient" if wants_bias and name in ("bias", "relative") else name for name in names]
+    wanted = set() if mods is None else _wanted_gradients(mods)
+    own = [f"{name}_gradient" if name in wanted else name for name in names]
     backward = {**shown, **_C.plan("bwd", modifiers=own, **numbers)}
     why_not = {name: why for name, why in forward["reasons"].items() if why}
     if forward["backend"] == "sm80" and "sm80" not in (backend or "") and not numbers["tma"]:
@@ -133,6 +133,12 @@ def _names_of(mods: Modifiers) -> list[str]:
         "sinks": mods.sinks is not None,
     }  # fmt: skip
     return [name for name, is_there in found.items() if is_there]
+
+
+def _wanted_gradients(mods: Modifiers) -> set[str]:
+    """Those of the names of a call whose tensors want a gradient."""
+    tensors = {"bias": mods.bias, "relative": mods.bias, "alibi": mods.slopes, "sinks": mods.sinks}
+    return {name for name, t in tensors.items() if t is not None and t.requires_grad}
 
 
 def _is_tma_ready(t: Tensor) -> bool:

@@ -365,13 +365,12 @@ def leaving_nothing_behind(device: str, kept: dict[str, Tensor]) -> Iterator[Non
     assert grown <= allowed, f"{grown} bytes stay allocated after the call, its results take {allowed}"
 
 
-def check_done_launches(launch: dict, others: bool = False) -> None:
-    """What ran is what the plan says, launch by launch. others: kernels that another plan has may follow."""
-    done, planned = _C.done_launches(), launch["launches"]
+def check_done_launches(launch: dict) -> None:
+    """What ran is what the plan says, launch by launch, and what a plan behind it says."""
+    done, planned = _C.done_launches(), launch["launches"] + launch.get("then", {"launches": []})["launches"]
     ran_all = [one["name"] for one in done]
-    is_complete = len(done) >= len(planned) if others else len(done) == len(planned)
-    assert is_complete, f"{ran_all} ran, not {[one['kernel'] for one in planned]}"
-    for ran, wanted in zip(done, planned):
+    assert len(done) == len(planned), f"{ran_all} ran, not {[one['kernel'] for one in planned]}"
+    for ran, wanted in zip(done, planned, strict=True):
         assert wanted["kernel"].startswith(ran["name"]), f"{ran_all} ran, {wanted['kernel']} was planned"
         facts = ["pdl", "grid", "threads"] + (["smem_bytes"] if "smem_bytes" in wanted else [])
         for name in facts:

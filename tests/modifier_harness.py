@@ -180,9 +180,7 @@ def _check_launch(x: ModifierInputs, target: Target, direction: str) -> None:
     if (launch := launch_of(case, target, direction)) is None:
         return
     has_plain_backward = direction == "bwd" and _has_plain_backward(x)
-    # Gradients of sinks and of a bias of rows follow the plain backward.
-    others = has_plain_backward and ("sinks" in x.mcase.mods or _has_row_bias(x))
-    check_done_launches(launch, others=others)
+    check_done_launches(launch)
     if has_plain_backward:
         native = case.head_dim % 8 == 0
         # With up to 128 keys the short targets take the kernel for modifiers.

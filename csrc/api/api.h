@@ -40,12 +40,8 @@ bool is_deterministic(bool asked);
 ForwardOf<void> check_fwd, check_fwd_mod, check_fwd_cached;
 BackwardOf<void> check_bwd, check_bwd_mod;
 
-void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
-                     const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin,
-                     const OptionalTensor& positions, bool interleaved, const OptionalTensor& k_descale,
-                     const OptionalTensor& v_descale);
-
-void check_condense(const Tensor& x, SymInt block_rows, SymInt block_cols);
+void check_append_kv(const Tensor& k_new, const Tensor& v_new, const AppendArgs& args);
+void check_condense(const Tensor& x, const CallArgs& args);
 
 // Of a cache: 8 bits, e4m3 or int8.
 inline bool is_quantized(const Tensor& cache) {
@@ -56,13 +52,14 @@ inline bool is_quantized(const Tensor& cache) {
 ForwardOf<FwdResult> fwd_cached_gpu;
 
 // The implementation of flash_ext::append_kv for GPUs (api/append.cpp).
-void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
-                   const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin,
-                   const OptionalTensor& positions, bool interleaved, const OptionalTensor& k_descale,
-                   const OptionalTensor& v_descale);
+void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const AppendArgs& args);
+
+// Those of the operators of fp8 attention (api/fp8.cpp).
+FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const Fp8CallArgs& args);
+Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const QuantizeArgs& args);
 
 // The implementation of flash_ext::condense for GPUs (api/condense.cpp).
-Tensor condense_gpu(const Tensor& x, SymInt block_rows, SymInt block_cols);
+Tensor condense_gpu(const Tensor& x, const CallArgs& args);
 
 // How many calls of each of torch's own operators ran here, and how many went back, by operator and reason, since
 // the start (api/sdpa.cpp).

@@ -1,6 +1,5 @@
 // flash_ext::append_kv: new keys and values go into a cache in place, keys turned by their positions.
 #include <c10/core/ScalarType.h>
-#include <torch/library.h>
 
 #include <sstream>
 #include <string>
@@ -73,10 +72,8 @@ void check_no_gradient(const Tensor& t, const char* name) {
 
 }  // namespace
 
-void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
-                     const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin,
-                     const OptionalTensor& positions, bool, const OptionalTensor& k_descale,
-                     const OptionalTensor& v_descale) {
+void check_append_kv(const Tensor& k_new, const Tensor& v_new, const AppendArgs& a) {
+  const auto& [k_cache, v_cache, slots, cos, sin, positions, interleaved, k_descale, v_descale] = a;
   const std::pair<const Tensor*, const char*> all[] = {
       {&k_new, "k_new"}, {&v_new, "v_new"}, {&k_cache, "k_cache"}, {&v_cache, "v_cache"}};
   for (const auto& [t, name] : all) {
@@ -138,11 +135,9 @@ void check_append_kv(const Tensor& k_new, const Tensor& v_new, const Tensor& k_c
                     "cos and sin must have a row for each position, got none.");
 }
 
-void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache, const Tensor& v_cache,
-                   const Tensor& slots, const OptionalTensor& cos, const OptionalTensor& sin,
-                   const OptionalTensor& positions, bool interleaved, const OptionalTensor& k_descale,
-                   const OptionalTensor& v_descale) {
-  check_append_kv(k_new, v_new, k_cache, v_cache, slots, cos, sin, positions, interleaved, k_descale, v_descale);
+void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const AppendArgs& a) {
+  check_append_kv(k_new, v_new, a);
+  const auto& [k_cache, v_cache, slots, cos, sin, positions, interleaved, k_descale, v_descale] = a;
   if (k_new.numel() == 0 && v_new.numel() == 0) return;
   if (k_cache.size(0) == 0 || k_cache.size(1) == 0) return;
   const OnDevice on_device(k_new);
@@ -184,13 +179,6 @@ void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cac
   if (!should_launch()) return;
   const std::string error = append_kv(p);
   TORCH_CHECK(error.empty(), "flash_ext append_kv: ", error);
-}
-
-TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
-  m.def(
-      "append_kv(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor? cos, "
-      "Tensor? sin, Tensor? positions, bool interleaved, Tensor(c!)? k_descale=None, Tensor(d!)? v_descale=None) -> ()",
-      {at::Tag::pt2_compliant_tag});
 }
 
 }  // namespace flash_ext

@@ -3,16 +3,13 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
-#include <array>
 #include <cmath>
 #include <string>
 #include <vector>
 
 #include "../build_info.h"
-#include "../path_choice.h"
 #include "api.h"
-#include "launch_words.h"
+#include "plans.h"
 #include "prepared.h"
 #include "tensors.h"
 
@@ -128,209 +125,7 @@ std::optional<BwdResult> prepared_bwd(const PreparedCall& call, const Tensor& do
   return call.backward(dout, q, k, v, out, lse, a);
 }
 
-// ---- plans, switches, records -------------------------------------------------------------------
-
-void put_launch(py::dict& d, const Launch& l) {
-  d["block_m"] = l.block_m;
-  d["block_n"] = l.block_n;
-  d["stages"] = l.stages;
-  d["threads"] = l.threads;
-  d["smem_bytes"] = l.smem_bytes;
-  d["grid"] = l.ctas;
-}
-
-py::dict dict_of(const Plan& plan) {
-  const std::string kernel = name_of(plan);
-  py::dict d;
-  d["backend"] = kernel.find("_sm90") == std::string::npos ? "sm80" : "sm90";
-  d["kernel"] = kernel;
-  put_launch(d, plan.main_launch());
-  d["splits"] = plan.kv_splits;
-  d["gqa_splits"] = plan.gqa_splits;
-  d["q_splits"] = plan.q_splits;
-  d["row"] = plan.row;
-  d["evidence"] = name_of(plan.evidence);
-  py::list launches;
-  for (const Launch& l : plan.steps()) {
-    py::dict one;
-    one["kernel"] = name_of(l);
-    one["grid"] = l.ctas;
-    one["threads"] = l.threads;
-    if (l.block_m > 0) {
-      put_launch(one, l);
-      one["tiles"] = l.tiles;
-      one["dynamic"] = l.dynamic;
-    }
-    one["pdl"] = l.pdl;
-    if (l.variant != ScoreVariant::kPlain) one["variant"] = word_of(l.variant);
-    if (l.dq != DqMode::kNone) one["dq"] = word_of(l.dq);
-    launches.append(one);
-  }
-  d["launches"] = launches;
-  const Workspace& w = plan.workspace;
-  py::dict parts;
-  const std::pair<const char*, Part> named[] = {{"tile_counters", w.tile_counters},
-                                                {"kv_partials", w.kv_partials},
-                                                {"kv_stretches", w.kv_stretches},
-                                                {"stats_portable", w.stats_portable},
-                                                {"row_stats", w.row_stats},
-                                                {"dq_semaphore", w.dq_semaphore},
-                                                {"pool_words", w.pool_words},
-                                                {"dq_accum", w.dq_accum},
-                                                {"dk_partials", w.dk_partials},
-                                                {"dv_partials", w.dv_partials},
-                                                {"dbias_partials", w.dbias_partials},
-                                                {"dslopes_partials", w.dslopes_partials},
-                                                {"bias_rows", w.bias_rows}};
-  for (const auto& [name, part] : named) {
-    if (part) parts[name] = part.bytes;
-  }
-  d["workspace"] = parts;
-  d["workspace_bytes"] = w.bytes;
-  return d;
-}
-
-Direction direction_of(const std::string& name) {
-  if (name != "fwd" && name != "bwd") throw py::value_error("direction must be 'fwd' or 'bwd', got " + name);
-  return name == "fwd" ? Direction::kForward : Direction::kBackward;
-}
-
-DType dtype_named(const std::string& name) {
-  if (name == "float16") return DType::kFloat16;
-  if (name == "bfloat16") return DType::kBFloat16;
-  throw py::value_error("dtype must be 'float16' or 'bfloat16', got " + name);
-}
-
-// What would be launched for a problem given by numbers alone; no tensor and, with every fact of
-// the device given through switches, no GPU either.
-py::dict plan_of_numbers(const std::string& direction_name, const std::string& dtype, int32_t batch, int64_t seqlen_q,
-                         int64_t seqlen_k, int32_t num_heads, int32_t num_heads_k, int32_t head_dim, int32_t head_dim_v,
-                         bool packed, int32_t window_size_left, int32_t window_size_right, bool deterministic,
-                         const std::vector<std::string>& modifiers, const std::optional<std::string>& backend,
-                         int device, const std::optional<std::array<int, 5>>& gpu, bool tma) {
-  const Direction direction = direction_of(direction_name);
-  if (num_heads == 0 && num_heads_k == 0) {  // nothing runs, as without batch entries
-    batch = 0;
-    num_heads = num_heads_k = 1;
-  }
-  const int32_t least = std::min({num_heads, num_heads_k, head_dim, head_dim_v});
-  if (least < 1 || std::min<int64_t>({batch, seqlen_q, seqlen_k}) < 0 || num_heads % num_heads_k != 0) {
-    throw py::value_error(
-        "head sizes must be at least 1, batch, heads and lengths at least 0, and num_heads a multiple "
-        "of num_heads_k");
-  }
-  static const int32_t no_cu_seqlens = 0;  // never read: plans look at metadata only
-  Problem p;
-  p.dtype = dtype_named(dtype);
-  p.batch = batch;
-  p.num_heads = num_heads;
-  p.num_heads_k = num_heads_k;
-  p.head_dim = head_dim;
-  p.head_dim_v = head_dim_v;
-  if (packed) {
-    p.cu_seqlens_q = p.cu_seqlens_k = &no_cu_seqlens;
-    p.total_q = seqlen_q;
-    p.total_k = seqlen_k;
-  } else {
-    p.seqlen_q = static_cast<int32_t>(seqlen_q);
-    p.seqlen_k = static_cast<int32_t>(seqlen_k);
-    p.total_q = batch * seqlen_q;
-    p.total_k = batch * seqlen_k;
-  }
-  set_window(p, window_size_left, window_size_right);
-  p.softmax_scale = 1.f / std::sqrt(static_cast<float>(head_dim));
-  p.tma_ready = tma;
-  DeviceInfo info;
-  if (gpu) {
-    info.cc_major = (*gpu)[0];
-    info.cc_minor = (*gpu)[1];
-    info.num_sms = (*gpu)[2];
-    info.smem_per_block = (*gpu)[3];
-    info.l2_bytes = (*gpu)[4];
-  } else {
-    info = device_info(device);
-  }
-  if (!info.error.empty()) throw std::runtime_error(info.error);
-  deterministic = deterministic || info.batch_invariant;
-  // "fp8" and "mixed" name operands, and go with no modifier.
-  const bool is_fp8 = modifiers == std::vector<std::string>{"fp8"},
-             is_mixed = modifiers == std::vector<std::string>{"mixed"};
-  const bool is_quantised = is_fp8 || is_mixed;
-  if (is_quantised && direction == Direction::kBackward) throw py::value_error("backwards have no fp8 kernel");
-  const NamedModifiers named(is_quantised ? std::vector<std::string>() : modifiers, p);
-
-  Choice choice;
-  const std::string text = backend.value_or("");
-  const std::string error = parse_choice(text, choice);
-  if (!error.empty()) throw py::value_error("backend: " + error);
-
-  py::dict result;
-  if (const Path* path = choose_path(p, info, choice.path)) {
-    Request request{
-        .direction = direction, .problem = p, .deterministic = deterministic, .constraints = choice.constraints};
-    // Gradients of q, k and v where nothing but sinks is asked for are those of a plain call.
-    const bool has_sinks_alone = modifiers.size() == 1 && modifiers[0] == "sinks";
-    const bool is_plain = is_quantised || modifiers.empty() || (direction == Direction::kBackward && has_sinks_alone);
-    if (!is_plain) request.modifiers = &named.modifiers;
-    if (is_quantised) request.operands = is_mixed ? Operands::kMixed : Operands::kFp8;
-    if (named.wants_dbias) request.dbias = &named.dbias;
-    const Plan found = plan(request, info, path->arch);
-    if (found.row.empty()) {
-      if (is_quantised)
-        throw py::value_error("backend " + std::string(path->name) + " has no fp8 kernel for this call");
-      const std::string row(choice.constraints.row);
-      throw py::value_error("backend " + std::string(path->name) + " has no row '" + row + "' for this call");
-    }
-    result = dict_of(found);
-  } else {
-    result["backend"] = py::none();
-  }
-  py::dict reasons;
-  for (const Path& path : gpu_paths()) reasons[path.name] = path.why_not(p, info);
-  result["reasons"] = reasons;
-  return result;
-}
-
-Switch required_switch(const std::string& name) {
-  const auto which = switch_by_name(name);
-  if (!which) throw py::value_error("unknown switch '" + name + "'; known: " + switch_names());
-  return *which;
-}
-
-py::object latest_launch(bool of_this_thread) {
-  const auto record = of_this_thread ? last_launch_of_this_thread() : last_launch();
-  if (!record) return py::none();
-  py::dict d = dict_of(record->plan);
-  d["direction"] = record->direction == Direction::kForward ? "fwd" : "bwd";
-  d["deterministic"] = record->deterministic;
-  d["aligned"] = record->aligned;
-  return d;
-}
-
-// What has been asked of the GPU since the latest record.
-py::list launches_done() {
-  py::list launches;
-  for (const DoneLaunch& l : done_launches()) {
-    launches.append(py::dict("name"_a = l.name, "grid"_a = l.ctas, "threads"_a = l.threads,
-                             "smem_bytes"_a = l.smem_bytes, "pdl"_a = l.pdl));
-  }
-  return launches;
-}
-
-py::list rows_of_plans() {
-  py::list rows;
-  for (const RowName& row : row_names()) {
-    rows.append(py::make_tuple(row.arch == Arch::kSm90 ? "sm90" : "sm80", row.name, name_of(row.evidence)));
-  }
-  return rows;
-}
-
-py::dict device_facts(int device) {
-  const DeviceInfo info = device_info(device);
-  if (!info.error.empty()) throw std::runtime_error(info.error);
-  return py::dict("compute_capability"_a = py::make_tuple(info.cc_major, info.cc_minor), "num_sms"_a = info.num_sms,
-                  "smem_per_block"_a = info.smem_per_block, "l2_bytes"_a = info.l2_bytes);
-}
+// ---- facts --------------------------------------------------------------------------------------
 
 py::dict build_facts() {
   const BuildInfo& info = build_info();
@@ -397,24 +192,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_plain", &PreparedCall::set_plain)
       .def("fwd", wrap_pybind_function_no_gil(prepared_fwd))
       .def("bwd", wrap_pybind_function_no_gil(prepared_bwd));
-  m.def("check_append_kv", wrap_pybind_function(check_append_kv));
-  m.def("check_condense", wrap_pybind_function(check_condense));
+  m.def("check_append_kv", wrap_pybind_function(&AppendOperator::entry<check_append_kv>));
+  m.def("check_condense", wrap_pybind_function(&Operator<void, 1, fields::kCondense>::entry<check_condense>));
 
-  m.def("path_names", &path_names);
-  m.def("plan", &plan_of_numbers, py::arg("direction"), py::kw_only(), py::arg("dtype") = "bfloat16",
-        py::arg("batch") = 1, py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("num_heads"), py::arg("num_heads_k"),
-        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("packed") = false, py::arg("window_size_left") = -1,
-        py::arg("window_size_right") = -1, py::arg("deterministic") = false,
-        py::arg("modifiers") = std::vector<std::string>(), py::arg("backend") = py::none(), py::arg("device") = 0,
-        py::arg("gpu") = py::none(), py::arg("tma") = true);
-  m.def("plan_rows", &rows_of_plans);
-  m.def("done_launches", &launches_done);
-  m.def("device_facts", &device_facts, py::arg("device") = 0);
-
-  m.def("get_switch", [](const std::string& name) { return get_switch(required_switch(name)); });
-  m.def("set_switch",
-        [](const std::string& name, std::optional<int64_t> value) { set_switch(required_switch(name), value); });
-  m.def("last_launch", &latest_launch, py::arg("of_this_thread") = false);
+  bind_plans(m);
   m.def("sdpa_served", &sdpa_served);
   m.def("sdpa_returned", &sdpa_returned);
   m.def("set_sdpa_log", &set_sdpa_log);

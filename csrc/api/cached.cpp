@@ -154,12 +154,6 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   return {out, lse};
 }
 
-TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
-  const std::string schema =
-      FwdCachedOperator::schema("fwd_cached", "Tensor q, Tensor k, Tensor v", "(Tensor out, Tensor lse)");
-  m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
-}
-
 TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) { m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_autograd>); }
 
 TORCH_LIBRARY_IMPL(flash_ext, AutocastCUDA, m) {

@@ -1,11 +1,13 @@
-// The arguments of the operators, said once: CallArgs has them by name, and lists of its fields make schemas, signatures
-// and calls. Their meaning: flash_ext/_attention.py, flash_ext/_ops/modifiers.py.
+// The arguments of the operators, said once: a struct has them by name, and lists of its fields make schemas, signatures
+// and calls. Their meaning: flash_ext/_attention.py, flash_ext/_ops/modifiers.py, flash_ext/_append.py, flash_ext/fp8.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/ScalarType.h>
 #include <c10/core/SymInt.h>
 
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -44,13 +46,50 @@ struct CallArgs {
   bool want_lse = true;  // of a forward; where a gradient needs it, it is made in any case
 };
 
-template <typename T>
-struct Field {
-  std::string_view name;
-  T CallArgs::* member;
+// Beside k_new and v_new what append_kv takes.
+struct AppendArgs {
+  Tensor k_cache, v_cache;  // written
+  Tensor slot_mapping;
+  OptionalTensor cos, sin, positions;
+  bool interleaved = false;
+  OptionalTensor k_descale, v_descale;  // written where they are of slots
 };
-#define FLASH_EXT_FIELD(name) \
-  ::flash_ext::Field { #name, &::flash_ext::CallArgs::name }
+
+// Beside q, k and v what quantize_fp8 and fwd_fp8 take.
+struct QuantizeArgs {
+  OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_k;
+  bool by_block = false, smooth_k = false, smooth_v = false, hadamard = false, mixed = false;
+};
+struct Fp8CallArgs {
+  OptionalTensor q_descale, k_descale;  // none where q and k have 16 bits
+  Tensor v_descale;
+  OptionalTensor v_offset, row_offset;
+  OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_k, sinks;
+  double scale = 1.;
+  int64_t window_size_left = -1, window_size_right = -1;
+  at::ScalarType dtype = at::kHalf;
+  OptionalName backend;
+  bool want_lse = true, want_row_max = false;
+};
+
+// An argument: a member of a struct under the name that schemas have.
+template <typename Args, typename T>
+struct Field {
+  using Owner = Args;
+  static constexpr bool kIsTensor = std::is_same_v<T, Tensor> || std::is_same_v<T, OptionalTensor>;
+  using Argument = std::conditional_t<kIsTensor, const T&, T>;  // of functions
+
+  std::string_view name;
+  T Args::* member;
+  std::string_view value = {};  // its default, where it came later: programs that were exported before keep working
+  char written = 0;  // the name of its memory in schemas, where the operator writes it
+
+  constexpr Field with_default(std::string_view text) const { return {name, member, text, written}; }
+  constexpr Field written_as(char memory) const { return {name, member, value, memory}; }
+};
+#define FLASH_EXT_FIELD_OF(Args, name) \
+  ::flash_ext::Field { #name, &::flash_ext::Args::name }
+#define FLASH_EXT_FIELD(name) FLASH_EXT_FIELD_OF(CallArgs, name)
 
 namespace fields {
 inline constexpr std::tuple kDlse{FLASH_EXT_FIELD(dlse)};
@@ -83,9 +122,11 @@ inline constexpr std::tuple kRowMax{FLASH_EXT_FIELD(want_row_max)};
 inline constexpr std::tuple kNeeds{FLASH_EXT_FIELD(need_qkv), FLASH_EXT_FIELD(need_bias), FLASH_EXT_FIELD(need_slopes),
                                    FLASH_EXT_FIELD(need_sinks)};
 inline constexpr std::tuple kEnd{FLASH_EXT_FIELD(deterministic), FLASH_EXT_FIELD(backend)};
-inline constexpr std::tuple kWide{FLASH_EXT_FIELD(wide)};
-inline constexpr std::tuple kWantLse{FLASH_EXT_FIELD(want_lse)};
-inline constexpr std::tuple kLater{FLASH_EXT_FIELD(tree), FLASH_EXT_FIELD(k_descale), FLASH_EXT_FIELD(v_descale)};
+inline constexpr std::tuple kWide{FLASH_EXT_FIELD(wide).with_default("False")};
+inline constexpr std::tuple kWantLse{FLASH_EXT_FIELD(want_lse).with_default("True")};
+inline constexpr std::tuple kLater{FLASH_EXT_FIELD(tree).with_default("None"),
+                                   FLASH_EXT_FIELD(k_descale).with_default("None"),
+                                   FLASH_EXT_FIELD(v_descale).with_default("None")};
 
 // What the rules are about: all but `wide` and `want_lse`.
 inline constexpr auto kCachedChecked = std::tuple_cat(kCachedOptions, kLater);
@@ -102,23 +143,80 @@ inline constexpr auto kBwd = std::tuple_cat(kBwdChecked, kWide);
 inline constexpr auto kCached = std::tuple_cat(kCachedOptions, kWantLse, kLater);
 inline constexpr auto kFwdMod = std::tuple_cat(kFwdModChecked, kWide, kWantLse);
 inline constexpr auto kBwdMod = std::tuple_cat(kBwdModChecked, kWide);
+
+inline constexpr std::tuple kCondense{FLASH_EXT_FIELD(block_rows).with_default("0"),
+                                      FLASH_EXT_FIELD(block_cols).with_default("0")};
+inline constexpr std::tuple kAppend{FLASH_EXT_FIELD_OF(AppendArgs, k_cache).written_as('a'),
+                                    FLASH_EXT_FIELD_OF(AppendArgs, v_cache).written_as('b'),
+                                    FLASH_EXT_FIELD_OF(AppendArgs, slot_mapping),
+                                    FLASH_EXT_FIELD_OF(AppendArgs, cos),
+                                    FLASH_EXT_FIELD_OF(AppendArgs, sin),
+                                    FLASH_EXT_FIELD_OF(AppendArgs, positions),
+                                    FLASH_EXT_FIELD_OF(AppendArgs, interleaved),
+                                    FLASH_EXT_FIELD_OF(AppendArgs, k_descale).with_default("None").written_as('c'),
+                                    FLASH_EXT_FIELD_OF(AppendArgs, v_descale).with_default("None").written_as('d')};
+inline constexpr std::tuple kQuantize{
+    FLASH_EXT_FIELD_OF(QuantizeArgs, cu_seqlens_q), FLASH_EXT_FIELD_OF(QuantizeArgs, cu_seqlens_k),
+    FLASH_EXT_FIELD_OF(QuantizeArgs, seqused_k),    FLASH_EXT_FIELD_OF(QuantizeArgs, by_block),
+    FLASH_EXT_FIELD_OF(QuantizeArgs, smooth_k),     FLASH_EXT_FIELD_OF(QuantizeArgs, smooth_v),
+    FLASH_EXT_FIELD_OF(QuantizeArgs, hadamard),     FLASH_EXT_FIELD_OF(QuantizeArgs, mixed)};
+inline constexpr std::tuple kFwdFp8{FLASH_EXT_FIELD_OF(Fp8CallArgs, q_descale),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, k_descale),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, v_descale),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, v_offset),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, row_offset),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, cu_seqlens_q),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, cu_seqlens_k),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, seqused_k),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, sinks),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, scale),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, window_size_left),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, window_size_right),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, dtype),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, backend),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, want_lse).with_default("True"),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, want_row_max).with_default("False")};
 }  // namespace fields
 #undef FLASH_EXT_FIELD
+#undef FLASH_EXT_FIELD_OF
 
 template <typename T>
 constexpr std::string_view schema_type() {
-  if constexpr (std::is_same_v<T, OptionalTensor>) {
-    return "Tensor?";
+  if constexpr (std::is_same_v<T, Tensor> || std::is_same_v<T, OptionalTensor>) {
+    return "Tensor";
   } else if constexpr (std::is_same_v<T, SymInt>) {
     return "SymInt";
+  } else if constexpr (std::is_same_v<T, int64_t>) {
+    return "int";
   } else if constexpr (std::is_same_v<T, double>) {
     return "float";
   } else if constexpr (std::is_same_v<T, bool>) {
     return "bool";
+  } else if constexpr (std::is_same_v<T, at::ScalarType>) {
+    return "ScalarType";
   } else {
     static_assert(std::is_same_v<T, OptionalName>, "a type without a name in schemas");
-    return "str?";
+    return "str";
   }
+}
+
+// "Tensor(a!)? k_descale=None"
+template <typename Args, typename T>
+std::string schema_of(const Field<Args, T>& field) {
+  constexpr bool kOptional = std::is_same_v<T, OptionalTensor> || std::is_same_v<T, OptionalName>;
+  std::string text(schema_type<T>());
+  if (field.written != 0) text += std::string("(") + field.written + "!)";
+  text += (kOptional ? "? " : " ") + std::string(field.name);
+  return field.value.empty() ? text : text + "=" + std::string(field.value);
+}
+
+using Names = std::initializer_list<const char*>;
+
+// "Tensor q, Tensor k"
+inline std::string schema_of_tensors(Names names) {
+  std::string text;
+  for (const char* name : names) text += std::string(text.empty() ? "" : ", ") + "Tensor " + name;
+  return text;
 }
 
 // An operator that takes kTensors tensors and then the fields of a list, and returns R.
@@ -127,40 +225,35 @@ struct OperatorOf;
 
 template <typename R, const auto& kFields, size_t... T, size_t... F>
 struct OperatorOf<R, kFields, std::index_sequence<T...>, std::index_sequence<F...>> {
+  template <size_t I>
+  using FieldAt = std::remove_cvref_t<decltype(std::get<I>(kFields))>;
   template <size_t>
   using TensorArgument = const Tensor&;
   template <size_t I>
-  using ValueOf = std::remove_reference_t<decltype(std::declval<CallArgs&>().*std::get<I>(kFields).member)>;
-  template <size_t I>
-  using Argument = std::conditional_t<std::is_same_v<ValueOf<I>, OptionalTensor>, const OptionalTensor&, ValueOf<I>>;
+  using Argument = typename FieldAt<I>::Argument;
+  using Args = typename FieldAt<0>::Owner;
 
   using Signature = R(TensorArgument<T>..., Argument<F>...);
 
-  // What the dispatcher calls, for an implementation R(tensors..., const CallArgs&).
+  // What the dispatcher calls, for an implementation R(tensors..., const Args&).
   template <auto kImplementation>
   static R entry(TensorArgument<T>... tensors, Argument<F>... values) {
-    CallArgs args;
+    Args args;
     ((args.*std::get<F>(kFields).member = std::move(values)), ...);
     return kImplementation(tensors..., args);
   }
 
   // Through the dispatcher, so that every mode and tensor subclass sees the operator.
-  static R call(const char* name, TensorArgument<T>... tensors, const CallArgs& args) {
+  static R call(const char* name, TensorArgument<T>... tensors, const Args& args) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>();
     return op.call(tensors..., (args.*std::get<F>(kFields).member)...);
   }
 
-  // `tensors`: "Tensor q, Tensor k, Tensor v", `results`: "(Tensor out, Tensor lse)". Some fields have defaults
-  // because they came later: programs that were exported before keep working.
-  static std::string schema(std::string_view name, std::string_view tensors, std::string_view results) {
-    std::string text = std::string(name) + "(" + std::string(tensors);
-    const auto add = [&](std::string_view type, std::string_view field) {
-      text += ", " + std::string(type) + " " + std::string(field);
-      const bool is_none = field == "tree" || field == "k_descale" || field == "v_descale";
-      text += field == "wide" ? "=False" : field == "want_lse" ? "=True" : is_none ? "=None" : "";
-    };
-    (add(schema_type<ValueOf<F>>(), std::get<F>(kFields).name), ...);
-    return text + ") -> " + std::string(results);
+  // `tensors`: the names of those in front of the fields.
+  static std::string schema(const char* name, Names tensors, Names results) {
+    std::string text = std::string(name) + "(" + schema_of_tensors(tensors);
+    ((text += ", " + schema_of(std::get<F>(kFields))), ...);
+    return text + ") -> (" + schema_of_tensors(results) + ")";
   }
 };
 
@@ -172,11 +265,17 @@ using FwdResult = std::tuple<Tensor, Tensor>;  // out, lse
 using BwdResult = std::tuple<Tensor, Tensor, Tensor>;  // dq, dk, dv
 using FwdModResult = std::tuple<Tensor, Tensor, Tensor>;  // out, lse, row_max
 using BwdModResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;  // dq, dk, dv, dbias, dslopes, dsinks
+// q, k, v, their factors, and the offsets of v, of k, and of a row's scores. What is not asked for has no elements.
+using Quantized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 using FwdOperator = Operator<FwdResult, 3, fields::kFwd>;
 using BwdOperator = Operator<BwdResult, 6, fields::kBwd>;
 using FwdCachedOperator = Operator<FwdResult, 3, fields::kCached>;
 using FwdModOperator = Operator<FwdModResult, 3, fields::kFwdMod>;
 using BwdModOperator = Operator<BwdModResult, 6, fields::kBwdMod>;
+using QuantizeOperator = Operator<Quantized, 3, fields::kQuantize>;
+using FwdFp8Operator = Operator<FwdModResult, 3, fields::kFwdFp8>;
+using CondenseOperator = Operator<Tensor, 1, fields::kCondense>;
+using AppendOperator = Operator<void, 2, fields::kAppend>;
 
 }  // namespace flash_ext

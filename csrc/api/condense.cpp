@@ -1,6 +1,4 @@
 // flash_ext::condense: a mask's tensor in the form that kernels read, made once and read by every call (condensed.h).
-#include <torch/library.h>
-
 #include <string>
 
 #include "../condensed.h"
@@ -97,11 +95,11 @@ Tensor condense(const Tensor& x, int64_t block_rows, int64_t block_cols, void* s
   return x.dim() <= 2 ? condense_ids(x, stream) : condense_intervals(x, stream);
 }
 
-void check_condense(const Tensor& x, SymInt block_rows, SymInt block_cols) {
+void check_condense(const Tensor& x, const CallArgs& a) {
   const bool is_bool = x.scalar_type() == at::kBool;
   TORCH_CHECK_TYPE(is_bool || x.scalar_type() == at::kInt,
                    "condense takes a bool mask or block map, or int32 ids or intervals, got ", x.scalar_type(), ".");
-  const int64_t rows = block_rows.guard_int(__FILE__, __LINE__), cols = block_cols.guard_int(__FILE__, __LINE__);
+  const int64_t rows = a.block_rows.guard_int(__FILE__, __LINE__), cols = a.block_cols.guard_int(__FILE__, __LINE__);
   TORCH_CHECK_VALUE((rows == 0) == (cols == 0) && rows >= 0 && cols >= 0 && rows % 16 == 0 && cols % 16 == 0,
                     "block_rows and block_cols must be multiples of 16, and 0 for what is no block map, got (", rows,
                     ", ", cols, ").");
@@ -114,14 +112,10 @@ void check_condense(const Tensor& x, SymInt block_rows, SymInt block_cols) {
                     numbers, ".");
 }
 
-Tensor condense_gpu(const Tensor& x, SymInt block_rows, SymInt block_cols) {
-  check_condense(x, block_rows, block_cols);
+Tensor condense_gpu(const Tensor& x, const CallArgs& a) {
+  check_condense(x, a);
   const OnDevice on_device(x);
-  return condense(x, block_rows.expect_int(), block_cols.expect_int(), stream_handle(x.device()));
-}
-
-TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
-  m.def("condense(Tensor x, SymInt block_rows=0, SymInt block_cols=0) -> Tensor", {at::Tag::pt2_compliant_tag});
+  return condense(x, a.block_rows.expect_int(), a.block_cols.expect_int(), stream_handle(x.device()));
 }
 
 }  // namespace flash_ext

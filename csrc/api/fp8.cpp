@@ -1,7 +1,5 @@
 // flash_ext::quantize_fp8 and flash_ext::fwd_fp8, for GPUs. What callers may pass is checked in flash_ext/_fp8.py, with
 // words; here only what memory safety hangs on.
-#include <torch/library.h>
-
 #include <limits>
 #include <string>
 #include <string_view>
@@ -9,7 +7,6 @@
 
 #include "../fp8.h"
 #include "api.h"
-#include "fp8.h"
 #include "tensors.h"
 
 namespace flash_ext {
@@ -111,42 +108,38 @@ StridedView transposed_view(const Tensor& v, const Problem& p) {
   return x;
 }
 
-FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_descale,
-                         const OptionalTensor& k_descale, const Tensor& v_descale, const OptionalTensor& v_offset,
-                         const OptionalTensor& row_offset, const OptionalTensor& cu_seqlens_q,
-                         const OptionalTensor& cu_seqlens_k, const OptionalTensor& seqused_k,
-                         const OptionalTensor& sinks, double scale, int64_t window_size_left, int64_t window_size_right,
-                         at::ScalarType dtype, std::optional<std::string_view> backend, bool want_lse,
-                         bool want_row_max) {
+}  // namespace
+
+FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const Fp8CallArgs& a) {
   const ProfilerRange range("fwd_fp8");
   const OnDevice on_device(q);
   const bool mixed = is_16_bit(q);
   TORCH_CHECK_TYPE(v.scalar_type() == at::kFloat8_e4m3fn && k.scalar_type() == q.scalar_type() &&
-                       (mixed ? q.scalar_type() == dtype : q.scalar_type() == at::kFloat8_e4m3fn) &&
-                       (dtype == at::kHalf || dtype == at::kBFloat16),
+                       (mixed ? q.scalar_type() == a.dtype : q.scalar_type() == at::kFloat8_e4m3fn) &&
+                       (a.dtype == at::kHalf || a.dtype == at::kBFloat16),
                    "fwd_fp8 takes torch.float8_e4m3fn and gives torch.float16 or torch.bfloat16.");
-  TORCH_CHECK_VALUE(k.size(-1) == q.size(-1) && (mixed || (q_descale.has_value() && k_descale.has_value())),
+  TORCH_CHECK_VALUE(k.size(-1) == q.size(-1) && (mixed || (a.q_descale.has_value() && a.k_descale.has_value())),
                     "q and k must have one head_dim, and in e4m3 factors.");
-  Problem p = fp8_problem(q, k, v, v.size(-2), dtype, cu_seqlens_q, cu_seqlens_k);
-  p.softmax_scale = static_cast<float>(scale);
-  set_window(p, window_size_left, window_size_right);
+  Problem p = fp8_problem(q, k, v, v.size(-2), a.dtype, a.cu_seqlens_q, a.cu_seqlens_k);
+  p.softmax_scale = static_cast<float>(a.scale);
+  set_window(p, a.window_size_left, a.window_size_right);
   p.tma_ready = is_tma_ready(q) && is_tma_ready(k) && is_tma_ready(v);
 
   c10::SmallVector<int64_t, 4> sizes(q.sizes());
   sizes.back() = v.size(-2);
   // Sinks join the lse that the kernel has stored.
-  const bool makes_lse = want_lse || sinks.has_value();
-  const Tensor out = new_tensor(sizes, q.options().dtype(dtype)), lse = empty_lse(q, makes_lse);
-  const Tensor row_max = empty_lse(q, want_row_max);
-  const FwdModResult result{out, want_lse ? lse : empty_lse(q, false), row_max};
+  const bool makes_lse = a.want_lse || a.sinks.has_value();
+  const Tensor out = new_tensor(sizes, q.options().dtype(a.dtype)), lse = empty_lse(q, makes_lse);
+  const Tensor row_max = empty_lse(q, a.want_row_max);
+  const FwdModResult result{out, a.want_lse ? lse : empty_lse(q, false), row_max};
   Fp8Operands x;
-  x.seqused_k = lengths_of(seqused_k, p, q);
-  if (sinks.has_value()) {
-    check_device(*sinks, "sinks", q);
-    TORCH_CHECK_VALUE(sinks->scalar_type() == at::kFloat && sinks->dim() == 1 && sinks->size(0) == p.num_heads &&
-                          sinks->is_contiguous(),
+  x.seqused_k = lengths_of(a.seqused_k, p, q);
+  if (a.sinks.has_value()) {
+    check_device(*a.sinks, "sinks", q);
+    TORCH_CHECK_VALUE(a.sinks->scalar_type() == at::kFloat && a.sinks->dim() == 1 && a.sinks->size(0) == p.num_heads &&
+                          a.sinks->is_contiguous(),
                       "sinks must be (num_heads,) float32 and contiguous.");
-    x.sinks = sinks->const_data_ptr<float>();
+    x.sinks = a.sinks->const_data_ptr<float>();
   }
   if (out.numel() == 0) return result;
   if (p.batch == 0 || p.total_k == 0) {
@@ -154,27 +147,28 @@ FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
     out.zero_();
     row_max.fill_(kMinusInfinity);
     lse.fill_(kMinusInfinity);
-    if (sinks.has_value()) fill_with_sinks(lse, *sinks, cu_seqlens_q);
+    if (a.sinks.has_value()) fill_with_sinks(lse, *a.sinks, a.cu_seqlens_q);
     return result;
   }
   const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
   if (!mixed) {
-    x.q_factor = factors_of(*q_descale, p, q, p.num_heads, factor_blocks(rows_q, p.batch, p.is_varlen()), "q_descale");
+    x.q_factor =
+        factors_of(*a.q_descale, p, q, p.num_heads, factor_blocks(rows_q, p.batch, p.is_varlen()), "q_descale");
     x.k_factor =
-        factors_of(*k_descale, p, q, p.num_heads_k, factor_blocks(rows_k, p.batch, p.is_varlen()), "k_descale");
+        factors_of(*a.k_descale, p, q, p.num_heads_k, factor_blocks(rows_k, p.batch, p.is_varlen()), "k_descale");
   }
-  x.v_factor = factors_of(v_descale, p, q, p.num_heads_k, p.head_dim_v, "v_descale");
-  if (v_offset.has_value()) x.v_offset = factors_of(*v_offset, p, q, p.num_heads_k, p.head_dim_v, "v_offset");
-  if (row_offset.has_value()) {
-    check_device(*row_offset, "row_offset", q);
-    TORCH_CHECK_VALUE(row_offset->is_contiguous() && row_offset->sizes() == at::IntArrayRef(lse_sizes(q)) &&
-                          row_offset->scalar_type() == at::kFloat,
+  x.v_factor = factors_of(a.v_descale, p, q, p.num_heads_k, p.head_dim_v, "v_descale");
+  if (a.v_offset.has_value()) x.v_offset = factors_of(*a.v_offset, p, q, p.num_heads_k, p.head_dim_v, "v_offset");
+  if (a.row_offset.has_value()) {
+    check_device(*a.row_offset, "row_offset", q);
+    TORCH_CHECK_VALUE(a.row_offset->is_contiguous() && a.row_offset->sizes() == at::IntArrayRef(lse_sizes(q)) &&
+                          a.row_offset->scalar_type() == at::kFloat,
                       "row_offset must be float32, contiguous, and have the shape of lse.");
-    if (makes_lse || want_row_max) x.row_offset = row_offset->const_data_ptr<float>();  // which out does not need
+    if (makes_lse || a.want_row_max) x.row_offset = a.row_offset->const_data_ptr<float>();  // which out does not need
   }
 
   const DeviceInfo info = device_info_of(q);
-  const Choice choice = choice_of(backend);
+  const Choice choice = choice_of(a.backend);
   const Path& path = required_path(p, info, choice);
   const Request request{.direction = Direction::kForward,
                         .problem = p,
@@ -198,19 +192,14 @@ FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   params.v = transposed_view(v, p);
   params.out = view_of(out);
   params.lse = lse_pointer(lse, makes_lse);
-  if (want_row_max) x.row_max = row_max.mutable_data_ptr<float>();
+  if (a.want_row_max) x.row_max = row_max.mutable_data_ptr<float>();
   params.stream = stream_handle(q.device());
   const Tensor workspace = workspace_of(found, q);
   launch(path, FwdCall{.plan = found, .p = params, .modifiers = {}, .workspace = pointer_to(workspace), .fp8 = x});
   return result;
 }
 
-// q, k, v, their factors, and the offsets of v, of k, and of a row's scores. What is not asked for has no elements.
-using Quantized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& cu_seqlens_q,
-                           const OptionalTensor& cu_seqlens_k, const OptionalTensor& seqused_k, bool by_block,
-                           bool smooth_k, bool smooth_v, bool hadamard, bool mixed) {
+Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const QuantizeArgs& a) {
   const ProfilerRange range("quantize_fp8");
   const OnDevice on_device(q);
   TORCH_CHECK_TYPE(is_16_bit(q) && k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
@@ -220,10 +209,10 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
                         k.stride(-1) == 1 && v.stride(-1) == 1,
                     "q, k and v do not fit each other.");
   QuantizeFp8 x;
-  Problem& p = x.problem = fp8_problem(q, k, v, v.size(-1), q.scalar_type(), cu_seqlens_q, cu_seqlens_k);
+  Problem& p = x.problem = fp8_problem(q, k, v, v.size(-1), q.scalar_type(), a.cu_seqlens_q, a.cu_seqlens_k);
   TORCH_CHECK_VALUE(p.head_dim % 16 == 0 && p.head_dim_v % 16 == 0 && p.head_dim <= 256 && p.head_dim_v <= 256,
                     "head sizes must be multiples of 16 up to 256.");
-  TORCH_CHECK_VALUE(!hadamard || (by_block && (p.head_dim & (p.head_dim - 1)) == 0),
+  TORCH_CHECK_VALUE(!a.hadamard || (a.by_block && (p.head_dim & (p.head_dim - 1)) == 0),
                     "a rotation wants factors of blocks, and a head_dim that is a power of two.");
   const bool packed = p.is_varlen();
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -235,18 +224,18 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
     if (!wanted) return new_tensor({0}, options);
     return packed ? new_tensor({heads, n}, options) : new_tensor({p.batch, heads, n}, options);
   };
-  const auto blocks = [&](int64_t rows) { return by_block ? factor_blocks(rows, p.batch, packed) : 1; };
+  const auto blocks = [&](int64_t rows) { return a.by_block ? factor_blocks(rows, p.batch, packed) : 1; };
   const int64_t rows_q = packed ? p.total_q : p.seqlen_q, rows_k = packed ? p.total_k : p.seqlen_k;
-  const bool shifts_k = smooth_k && !mixed;
+  const bool shifts_k = a.smooth_k && !a.mixed;
   const int64_t columns = transposed_columns(rows_k, p.batch, packed);
-  Quantized r{mixed ? new_tensor({0}, bytes) : new_tensor(q.sizes(), bytes),
-              mixed ? new_tensor({0}, bytes) : new_tensor(k.sizes(), bytes),
+  Quantized r{a.mixed ? new_tensor({0}, bytes) : new_tensor(q.sizes(), bytes),
+              a.mixed ? new_tensor({0}, bytes) : new_tensor(k.sizes(), bytes),
               packed ? new_tensor({p.num_heads_k, p.head_dim_v, columns}, bytes)
                      : new_tensor({p.batch, p.num_heads_k, p.head_dim_v, columns}, bytes),
-              of_heads(!mixed, p.num_heads, blocks(rows_q), floats),
-              of_heads(!mixed, p.num_heads_k, blocks(rows_k), floats),
+              of_heads(!a.mixed, p.num_heads, blocks(rows_q), floats),
+              of_heads(!a.mixed, p.num_heads_k, blocks(rows_k), floats),
               of_heads(true, p.num_heads_k, p.head_dim_v, floats),
-              of_heads(smooth_v, p.num_heads_k, p.head_dim_v, floats),
+              of_heads(a.smooth_v, p.num_heads_k, p.head_dim_v, floats),
               of_heads(shifts_k, p.num_heads_k, p.head_dim, floats),
               shifts_k ? empty_lse(q) : new_tensor({0}, floats)};
   auto& [q8, k8, v8, q_descale, k_descale, v_descale, v_offset, k_offset, row_offset] = r;
@@ -265,34 +254,14 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
   x.q8 = byte_pointer(q8), x.k8 = byte_pointer(k8), x.v8 = byte_pointer(v8);
   x.q_factor = pointer(q_descale), x.k_factor = pointer(k_descale), x.v_factor = pointer(v_descale);
   x.v_offset = pointer(v_offset), x.k_offset = pointer(k_offset), x.row_offset = pointer(row_offset);
-  x.by_block = by_block, x.hadamard = hadamard;
-  x.seqused_k = lengths_of(seqused_k, p, q);
+  x.by_block = a.by_block, x.hadamard = a.hadamard;
+  x.seqused_k = lengths_of(a.seqused_k, p, q);
   x.stream = stream_handle(q.device());
   const Tensor partials = new_tensor({quantize_floats(p)}, floats);
   x.partials = partials.mutable_data_ptr<float>();
   const std::string error = quantize_fp8(x);
   TORCH_CHECK(error.empty(), "flash_ext quantize_fp8: ", error);
   return r;
-}
-
-TORCH_LIBRARY_FRAGMENT(flash_ext, m) {
-  m.def("quantize_fp8(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
-        "bool by_block, bool smooth_k, bool smooth_v, bool hadamard, bool mixed) -> (Tensor q8, Tensor k8, Tensor v8, "
-        "Tensor q_descale, Tensor k_descale, Tensor v_descale, Tensor v_offset, Tensor k_offset, Tensor row_offset)",
-        {at::Tag::pt2_compliant_tag});
-  m.def(
-      "fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor v_descale, Tensor? v_offset, "
-      "Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? sinks, float scale, "
-      "int window_size_left, int window_size_right, ScalarType dtype, str? backend, bool want_lse=True, "
-      "bool want_row_max=False) -> (Tensor out, Tensor lse, Tensor row_max)",
-      {at::Tag::pt2_compliant_tag});
-}
-
-}  // namespace
-
-void implement_fp8(torch::Library& m) {
-  m.impl("quantize_fp8", &quantize_fp8_gpu);
-  m.impl("fwd_fp8", &fwd_fp8_gpu);
 }
 
 }  // namespace flash_ext

@@ -210,10 +210,12 @@ Tensor place_gradient(BiasGradient& g, int splits, const Part& part, const Tenso
 
 namespace {
 
-// How a plan is asked about a modifier. Null: biases, which depend on the problem.
+// How a plan is asked about a modifier: by its name, with _gradient behind it also about its gradient.
 struct NamedModifier {
   std::string_view name;
-  void (*put)(Modifiers&);
+  void (*put)(Modifiers&);  // null: biases, which depend on the problem
+  bool has_gradient = false;
+  enum Goes { kWithoutCache, kAnywhere, kWithCache } goes = kWithoutCache;
 };
 
 template <typename T>
@@ -223,16 +225,12 @@ const T* something() {  // never read
 }
 
 constexpr NamedModifier kNamedModifiers[] = {
-    {"softcap", [](Modifiers& m) { m.softcap = 30.f, m.inv_softcap = 1.f / 30.f; }},
-    {"alibi", [](Modifiers& m) { m.by_distance.slopes = something<float>(); }},
-    {"bias", nullptr},
-    {"bias_gradient", nullptr},
-    {"full_bias", nullptr},
-    {"full_bias_gradient", nullptr},
-    {"float_bias", nullptr},
-    {"float_bias_gradient", nullptr},
-    {"relative", nullptr},
-    {"relative_gradient", nullptr},
+    {"softcap", [](Modifiers& m) { m.softcap = 30.f, m.inv_softcap = 1.f / 30.f; }, false, NamedModifier::kAnywhere},
+    {"alibi", [](Modifiers& m) { m.by_distance.slopes = something<float>(); }, true, NamedModifier::kAnywhere},
+    {"bias", nullptr, true},
+    {"full_bias", nullptr, true},
+    {"float_bias", nullptr, true},
+    {"relative", nullptr, true},
     {"dropout", [](Modifiers& m) { m.rng = something<int64_t>(), m.drop_below = 6554; }},
     {"mask", [](Modifiers& m) { m.mask.words = something<uint32_t>(), m.mask.row_stride = 1; }},
     {"key_padding", [](Modifiers& m) { m.mask.words = something<uint32_t>(); }},
@@ -243,7 +241,8 @@ constexpr NamedModifier kNamedModifiers[] = {
     {"chunk", [](Modifiers& m) { m.chunk = 1024; }},
     {"prefix", [](Modifiers& m) { m.prefix_lens = something<int32_t>(); }},
     {"sink_tokens", [](Modifiers& m) { m.sink_tokens = 4; }},
-    {"sinks", [](Modifiers& m) { m.sinks = something<float>(); }},
+    {"sinks", [](Modifiers& m) { m.sinks = something<float>(); }, true, NamedModifier::kAnywhere},
+    {"tree", [](Modifiers& m) { m.tree = something<uint64_t>(); }, false, NamedModifier::kWithCache},
 };
 
 // (1, num_heads, seqlen_q, seqlen_k), rows on 16 bytes; full: (batch, ...), rows side by side; float: in fp32.
@@ -279,25 +278,39 @@ void put_table(Modifiers& m, BiasGradient& dbias, const Problem& p) {
 
 }  // namespace
 
-NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Problem& p) {
+NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Problem& p, bool has_cache) {
+  constexpr std::string_view kGradient = "_gradient";
   Modifiers& m = modifiers;
   for (const std::string& name : names) {
-    const auto* const found = std::ranges::find(kNamedModifiers, name, &NamedModifier::name);
-    if (found == std::end(kNamedModifiers)) {
+    std::string_view kind = name;
+    const bool wants = kind.ends_with(kGradient);
+    if (wants) kind.remove_suffix(kGradient.size());
+    const auto* const found = std::ranges::find(kNamedModifiers, kind, &NamedModifier::name);
+    if (found == std::end(kNamedModifiers) || (wants && !found->has_gradient)) {
       std::string known;
-      for (const NamedModifier& one : kNamedModifiers) known += (known.empty() ? "" : ", ") + std::string(one.name);
+      for (const NamedModifier& one : kNamedModifiers) {
+        known += (known.empty() ? "" : ", ") + std::string(one.name);
+        if (one.has_gradient) known += "[_gradient]";
+      }
       throw std::invalid_argument("unknown modifier '" + name + "'; known: " + known);
+    }
+    if (found->goes == (has_cache ? NamedModifier::kWithoutCache : NamedModifier::kWithCache)) {
+      throw std::invalid_argument(name + (has_cache ? " does not go with a cache" : " goes with a cache alone"));
     }
     if (found->put != nullptr) {
       found->put(m);
-      continue;
-    }
-    if (name.starts_with("relative")) {
+    } else if (kind == "relative") {
       put_table(m, dbias, p);
     } else {
-      put_bias(m, dbias, p, name.starts_with("full"), name.starts_with("float"));
+      put_bias(m, dbias, p, kind.starts_with("full"), kind.starts_with("float"));
     }
-    wants_dbias = wants_dbias || name.ends_with("_gradient");
+    if (!wants) continue;
+    if (kind == "alibi") {
+      dslopes = gradient_of({1, p.num_heads, 1, 1}, true);
+      wants_dslopes = true;
+    } else {
+      (kind == "sinks" ? wants_dsinks : wants_dbias) = true;
+    }
   }
   m.has_score_mod = m.softcap > 0 || m.adds();
 }

@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "api.h"
-#include "fp8.h"
 #include "tensors.h"
 
 namespace flash_ext {
@@ -221,7 +220,7 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
   if (need_bias) bias_parts = place_gradient(of_bias, plan.dbias_splits, w.dbias_partials, workspace, dbias);
   if (plan.zeroes_dbias) bias_parts.zero_();
   if (need_slopes) slope_parts = place_gradient(of_slopes, plan.dslopes_splits, w.dslopes_partials, workspace, dslopes);
-  launch(path, BwdCall{plan, params, made.modifiers, of_bias, of_slopes, pointer_to(workspace)}, !runs_plain);
+  launch(path, BwdCall{plan, params, made.modifiers, of_bias, of_slopes, pointer_to(workspace)}, runs_plain);
   // Sums over parts and rows have a fixed order in torch, too.
   if (w.dbias_partials) dbias.copy_(bias_parts.sum(0).view(dbias.sizes()));
   if (w.dslopes_partials) dslopes.copy_(slope_parts.sum(0).view(dslopes.sizes()));
@@ -257,10 +256,11 @@ void implement(torch::Library& m) {
   m.impl("bwd", &BwdOperator::entry<bwd_gpu>);
   m.impl("fwd_mod", &FwdModOperator::entry<fwd_mod_gpu>);
   m.impl("bwd_mod", &BwdModOperator::entry<bwd_mod_gpu>);
-  m.impl("condense", &condense_gpu);
-  m.impl("append_kv", &append_kv_gpu);
+  m.impl("condense", &CondenseOperator::entry<condense_gpu>);
+  m.impl("append_kv", &AppendOperator::entry<append_kv_gpu>);
   m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_gpu>);
-  implement_fp8(m);
+  m.impl("fwd_fp8", &FwdFp8Operator::entry<fwd_fp8_gpu>);
+  m.impl("quantize_fp8", &QuantizeOperator::entry<quantize_fp8_gpu>);
 }
 
 }  // namespace
@@ -309,17 +309,22 @@ void use_null_kernels_on_cpu(bool enable) {
   implement(*library);
 }
 
-// Everything is functional: no argument is written or aliased by a result. A gradient that is not needed, and lse or
-// row_max when it is not wanted, has no elements; an lse that autograd keeps for a backward has all of them.
+// Everything but append_kv is functional: no argument is written or aliased by a result. A gradient that is not needed, and
+// lse or row_max when it is not wanted, has no elements; an lse that autograd keeps for a backward has all of them.
 TORCH_LIBRARY(flash_ext, m) {
-  constexpr const char* kQkv = "Tensor q, Tensor k, Tensor v";
-  constexpr const char* kBackward = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse";
+  const Names kQkv = {"q", "k", "v"}, kBackward = {"dout", "q", "k", "v", "out", "lse"};
   const auto define = [&](const std::string& schema) { m.def(schema.c_str(), {at::Tag::pt2_compliant_tag}); };
-  define(FwdOperator::schema("fwd", kQkv, "(Tensor out, Tensor lse)"));
-  define(BwdOperator::schema("bwd", kBackward, "(Tensor dq, Tensor dk, Tensor dv)"));
-  define(FwdModOperator::schema("fwd_mod", kQkv, "(Tensor out, Tensor lse, Tensor row_max)"));
-  define(BwdModOperator::schema("bwd_mod", kBackward,
-                                "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)"));
+  define(FwdOperator::schema("fwd", kQkv, {"out", "lse"}));
+  define(BwdOperator::schema("bwd", kBackward, {"dq", "dk", "dv"}));
+  define(FwdModOperator::schema("fwd_mod", kQkv, {"out", "lse", "row_max"}));
+  define(BwdModOperator::schema("bwd_mod", kBackward, {"dq", "dk", "dv", "dbias", "dslopes", "dsinks"}));
+  define(FwdCachedOperator::schema("fwd_cached", kQkv, {"out", "lse"}));
+  define(FwdFp8Operator::schema("fwd_fp8", kQkv, {"out", "lse", "row_max"}));
+  define(QuantizeOperator::schema(
+      "quantize_fp8", kQkv,
+      {"q8", "k8", "v8", "q_descale", "k_descale", "v_descale", "v_offset", "k_offset", "row_offset"}));
+  define(AppendOperator::schema("append_kv", {"k_new", "v_new"}, {}));
+  define(CondenseOperator::schema("condense", {"x"}, {""}));
 }
 
 TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) { implement(m); }

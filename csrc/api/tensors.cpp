@@ -193,11 +193,13 @@ void launch(const Path& path, const FwdCall& call) {
   TORCH_CHECK(error.empty(), "flash_ext forward, backend ", path.name, ": ", error);
 }
 
-void launch(const Path& path, const BwdCall& call, bool noted) {
-  if (noted && get_switch(Switch::kRecordLaunches) == 1) {
+void launch(const Path& path, const BwdCall& call, bool follows) {
+  if (get_switch(Switch::kRecordLaunches) == 1) {
     const BwdParams& p = call.p;
-    record_launch({Direction::kBackward, call.plan, p.deterministic,
-                   p.q.aligned && p.k.aligned && p.v.aligned && p.out.aligned && p.dout.aligned});
+    if (follows) record_second_plan(call.plan);
+    else
+      record_launch({Direction::kBackward, call.plan, p.deterministic,
+                     p.q.aligned && p.k.aligned && p.v.aligned && p.out.aligned && p.dout.aligned});
   }
   if (!should_launch()) return;
   const std::string error = run(call);

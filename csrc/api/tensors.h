@@ -115,10 +115,10 @@ inline std::byte* pointer_to(const Tensor& workspace) {
   return workspace.defined() ? static_cast<std::byte*>(workspace.mutable_data_ptr()) : nullptr;
 }
 
-// Notes the plan of a call where tests ask for it, and runs it unless they ask not to. `noted`: false for a plan that goes
-// with one noted before.
+// Notes the plan of a call where tests ask for it, and runs it unless they ask not to. `follows`: whether the plan goes with
+// the one noted before.
 void launch(const Path& path, const FwdCall& call);
-void launch(const Path& path, const BwdCall& call, bool noted = true);
+void launch(const Path& path, const BwdCall& call, bool follows = false);
 
 // The modifiers of a call as kernels read them, and the tensors made for that, kept until the kernels are launched.
 struct Prepared {
@@ -144,11 +144,12 @@ Tensor place_gradient(BiasGradient& g, int splits, const Part& part, const Tenso
 // prepared, no pass runs in front of the kernels.
 struct NamedModifiers {
   Modifiers modifiers;
-  BiasGradient dbias;
-  bool wants_dbias = false;
+  BiasGradient dbias, dslopes;
+  bool wants_dbias = false, wants_dslopes = false, wants_dsinks = false;
 
-  // Raises std::invalid_argument for a name that is not known.
-  NamedModifiers(const std::vector<std::string>& names, const Problem& p);
+  // Raises std::invalid_argument for a name that is not known, or that does not go with a cache or without one.
+  NamedModifiers(const std::vector<std::string>& names, const Problem& p, bool has_cache);
+  bool wants_gradient() const { return wants_dbias || wants_dslopes || wants_dsinks; }
 };
 
 }  // namespace flash_ext

@@ -126,6 +126,8 @@ void build_fused(Req r, Dev d, Plan& p) {
                              sm90::BwdTile::kThreads, t.smem_bytes(size), g, d.num_sms));
   l.dq = kDq;
   l.dynamic = (kDq != DqMode::kAtomic && !kStored) || sm90::has_unequal_tiles(x);
+  if (pool ? !sm90::has_unequal_tiles(x) : !l.dynamic) l.rotate = t.rotation();
+  p.zeroes_dq = kStored && !sm90::visits_all_queries(x, {});
   l.pdl = sm90::prefers_pdl(x);
   if (!pool && !kStored) push_dq_convert(r, d, p, size, l.pdl);
   Workspace& w = p.workspace;
@@ -164,7 +166,7 @@ bool drops(Req r) { return r.modifiers->rng != nullptr; }
 // One kernel for dk, dv, dq and the gradient of a bias.
 bool supports_short_mod(Req r, Dev d) {
   return is_short_bwd(r.problem, d, r.constraints) && (r.need_qkv || r.dbias != nullptr) &&
-         (r.dbias == nullptr || r.dbias->reach < 0);
+         (r.dbias == nullptr || r.dbias->is_of_places());
 }
 bool supports_others(Req r, Dev) { return !r.need_qkv; }
 bool supports_fused_mod(Req r, Dev d) {
@@ -273,9 +275,11 @@ void push_other_gradients(Req r, Dev d, Plan& p, bool dbias80, DqMode dq) {
 void push_hopper_dbias(Req r, Dev d, Plan& p) {
   const int size = sm90::bwd_mod_size(r.problem);
   constexpr int kBlock = sm90::BwdBiasTile::kBlock;
+  const bool staged = r.modifiers->bias.staged;
   p.push(main_of(KernelId::kDbias90, size, size, kBlock, kBlock, 0, sm90::BwdBiasTile::kThreads,
-                 sm90::bwd_bias_tile(size, !r.modifiers->bias.staged).smem_bytes(size),
-                 dbias_of(r, d, p).tiles(kBlock, kBlock), d.num_sms));
+                 sm90::bwd_bias_tile(size, !staged).smem_bytes(size), dbias_of(r, d, p).tiles(kBlock, kBlock),
+                 d.num_sms))
+      .variant = staged ? kBias : kAll;
 }
 
 void build_short_mod(Req r, Dev d, Plan& p) {
@@ -312,10 +316,13 @@ Launch fused_mod_launch(Req r, Dev d, const Modifiers& m, ScoreVariant v) {
       main_of(KernelId::kBwdFusedMod90, size, size, sm90::BwdModTile::kBlockM, kBlockN, t.stages,
               sm90::BwdModTile::kThreads, t.smem_bytes(size), sm90::bwd_grid(x, d, kBlockN, false, dynamic), d.num_sms);
   l.dynamic = dynamic, l.variant = v, l.pdl = sm90::prefers_pdl(x);
+  l.rotate = dynamic ? 0 : kBlockN / sm90::BwdModTile::kBlockM;
   l.dq = has_whole_keys(r) ? DqMode::kStored : DqMode::kAtomic;
   return l;
 }
-void push_fused_mod(Req r, Dev d, Plan& p, Launch l) {
+void push_fused_mod(Req r, Dev d, Plan& p, const Modifiers& m, ScoreVariant v) {
+  Launch l = fused_mod_launch(r, d, m, v);
+  p.zeroes_dq = l.dq == DqMode::kStored && !sm90::visits_all_queries(r.problem, m);
   p.q_splits = sm90::q_splits_of(r.problem, d, r.constraints, l.tiles, l.dynamic);
   l.tiles *= p.q_splits;
   l.ctas = std::min<int64_t>(l.tiles, d.num_sms);
@@ -331,13 +338,13 @@ void push_fused_mod(Req r, Dev d, Plan& p, Launch l) {
   }
   if (p.q_splits > 1) push_head_sums(r.problem, p, p.q_splits);
 }
-void build_whole_keys(Req r, Dev d, Plan& p) { push_fused_mod(r, d, p, fused_mod_launch(r, d, {}, kHide)); }
+void build_whole_keys(Req r, Dev d, Plan& p) { push_fused_mod(r, d, p, {}, kHide); }
 void build_fused_mod(Req r, Dev d, Plan& p) {
   const bool stores = stores_dbias(r), sums = sums_keys(r);
   p.dbias_with_dk = stores || sums;
   p.zeroes_dbias = sums || (stores && !sm90::visits_all_tiles(r.problem, *r.modifiers));
   begin_hopper(r, d, p);
-  push_fused_mod(r, d, p, fused_mod_launch(r, d, *r.modifiers, fused_variant(r)));
+  push_fused_mod(r, d, p, *r.modifiers, fused_variant(r));
   if (!sums) return;
   // In fp32, for each batch entry and head.
   const BiasGradient& g = *r.dbias;

@@ -224,6 +224,8 @@ void build_hopper_mod(Req r, Dev d, Plan& p) {
   Launch& l = p.push(main_of(KernelId::kFwdMod90, size, size, f.block_m(), f.block_n, t.kv_stages / 2, f.threads(),
                              t.smem_bytes(size, size), sm90::fwd_grid(r.problem, d, f.block_m(), unequal), d.num_sms));
   l.variant = kVariant;
+  l.bias_rows =
+      kVariant == kFloatBias ? f.block_m() : sm90::staged_bias_rows(r.modifiers->bias, r.problem, f.block_m());
   l.dynamic = unequal || sm90::prefers_dynamic(r.problem, d, f.block_m());
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
 }

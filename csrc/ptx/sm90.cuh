@@ -90,10 +90,6 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint32_t bar, uint32_t parity
 
 // ---- TMA ----------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
-}
-
 // Box at (c0 .. c4), innermost first, to shared memory; completes `bar` by the bytes of the whole box.
 __device__ __forceinline__ void tma_load_5d(uint32_t dst, const CUtensorMap* map, uint32_t bar, int c0, int c1, int c2,
                                             int c3, int c4) {
@@ -188,15 +184,6 @@ __device__ __forceinline__ void store_relaxed(uint32_t* address, uint32_t x) {
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;\n" ::: "memory"); }
 
 // ---- warps and registers ------------------------------------------------------------------------
-
-__device__ __forceinline__ bool elect_one() {
-  uint32_t chosen;
-  asm volatile("{\n.reg .pred p;\n"
-               "elect.sync _|p, 0xffffffff;\n"
-               "selp.u32 %0, 1, 0, p;\n}\n"
-               : "=r"(chosen));
-  return chosen != 0;
-}
 
 // bar.arrive in every build, for barriers at which the arriving side must not wait.
 __device__ __forceinline__ void bar_arrive_only(int id, int threads) {

@@ -14,7 +14,8 @@ from .library import _C
 
 HELP = (
     "print what a call would launch, e.g. 'bwd batch=4 seqlen=4096/8192 heads=32/8 head_dim=192/128 causal "
-    "deterministic alibi'; gpu=9.0/132 plans for a GPU of that compute capability and so many multiprocessors"
+    "deterministic alibi' or 'fwd pages int8 seqlen=1/8192 heads=32/8'; gpu=9.0/132 plans for a GPU of that "
+    "compute capability and so many multiprocessors"
 )
 
 # Shared memory that one block may have, bytes, by compute capability (CUDA C++ programming guide).
@@ -23,7 +24,10 @@ _SMALL_SHARED_MEMORY = 101376
 _L2_BYTES = 60 << 20  # an H200's
 _H200 = "9.0/132"
 
-_NUMBERS = {"batch": "1", "seqlen": "4096", "heads": "16", "head_dim": "128", "window": "", "gpu": ""}
+_NUMBERS = {
+    "batch": "1", "seqlen": "4096", "heads": "16", "head_dim": "128", "window": "", "page_size": "64",
+    "max_seqlen": "0", "gpu": "",
+}  # fmt: skip
 _CONSTRAINTS = (
     "sm90",
     "sm80",
@@ -35,7 +39,12 @@ _CONSTRAINTS = (
     "dq_pool",
     "short_kernels",
 )
-_WORDS = ("fwd", "bwd", "causal", "packed", "deterministic", "float16", "bfloat16")
+_CACHES = ("pages", "entries", "rows")
+_EIGHT_BITS = ("e4m3", "int8")
+_WORDS = (
+    "fwd", "bwd", "causal", "packed", "deterministic", "float16", "bfloat16", "without_qkv",
+    *_CACHES, *_EIGHT_BITS,
+)  # fmt: skip
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -63,16 +72,20 @@ def plan(text: str) -> dict[str, Any]:
             head_dim=D/Dv, window=LEFT/RIGHT (one number for both); gpu=CAPABILITY/MULTIPROCESSORS, by default
             GPU 0, or an H200 where there is none; "sm90", "sm80" and constraints as ``backend=`` of
             :func:`flash_ext.attention` takes them, as row=NAME or kv_splits=N; and modifiers: softcap, alibi,
-            bias (1, heads, Q, K), full_bias (batch, heads, Q, K), float_bias (in fp32), relative, these four
-            also followed by _gradient, dropout, mask, key_padding, blocks, documents, hidden_rows,
-            hidden_keys, chunk, prefix, sink_tokens, sinks; or "fp8" or "mixed" alone, for
-            :func:`flash_ext.fp8.attention_fp8`.
+            bias (1, heads, Q, K), full_bias (batch, heads, Q, K), float_bias (in fp32), relative, dropout,
+            mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks;
+            or "fp8" or "mixed" alone, for :func:`flash_ext.fp8.attention_fp8`.
+            Backwards: alibi, the biases, relative and sinks followed by _gradient want that gradient as well;
+            "without_qkv" wants no others.
+            Keys in a cache: "pages" (page_size=N), "entries" (one a sequence) or, with "packed", "rows", of
+            16 bits or "e4m3" or "int8". K is the room of a sequence, max_seqlen=Q/K are bounds that the call
+            gives, and modifiers are softcap, alibi, sinks and tree.
 
     Returns:
         A dict: "backend", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in
         docs/benchmarks.md), "kernel", "launches" (in order), "workspace" (bytes by part), "workspace_bytes",
         "splits" (of the keys), "gqa_splits" (splits of grouped heads), "q_splits" (of the queries), "reasons"
-        (why other backends refuse).
+        (why other backends refuse); where the gradient of sinks has a plan of its own, "then": that plan.
 
     Raises:
         ValueError: a word that is not known, or numbers out of range.
@@ -99,14 +112,20 @@ def plan(text: str) -> dict[str, Any]:
     gpu = numbers["gpu"] or ("" if torch.cuda.is_available() else _H200)
     if {"fwd", "bwd"} <= words:
         raise ValueError("either fwd or bwd")
+    caches, eight_bits = sorted(words & {*_CACHES}), sorted(words & {*_EIGHT_BITS})
+    if len(caches) > 1 or len(eight_bits) > len(caches):
+        raise ValueError(
+            f"a cache is one of {', '.join(_CACHES)}, and beside it may stand {' or '.join(_EIGHT_BITS)}"
+        )
     batch = int(numbers["batch"])
     rows = batch if "packed" in words else 1  # packed lengths are those of all sequences together
+    keys = seqlen_k * (1 if {"pages", "entries"} & words else rows)  # of a cache the room of a sequence
     found = _C.plan(
         "bwd" if "bwd" in words else "fwd",
         dtype="float16" if "float16" in words else "bfloat16",
         batch=batch,
         seqlen_q=rows * seqlen_q,
-        seqlen_k=rows * seqlen_k,
+        seqlen_k=keys,
         num_heads=heads,
         num_heads_k=heads_k,
         head_dim=head_dim,
@@ -119,6 +138,9 @@ def plan(text: str) -> dict[str, Any]:
         backend=" ".join(sorted(backend, key=lambda word: "=" in word)),
         gpu=facts(gpu) if gpu else None,
         tma=head_dim % 8 == 0 and head_dim_v % 8 == 0,  # rows of contiguous tensors begin on 16 bytes
+        need_qkv="without_qkv" not in words,
+        cache=(caches[0], "".join(eight_bits), int(numbers["page_size"])) if caches else None,
+        max_seqlen=_pair(numbers["max_seqlen"]),
     )
     return {"call": text, "gpu": gpu or "GPU 0", **found}
 
@@ -128,8 +150,12 @@ def as_text(plan: dict[str, Any]) -> str:
     lines = [f"call        {plan['call']}", f"gpu         {plan['gpu']}"]
     if plan["backend"] is None:
         return "\n".join([*lines, *(f"not {name}    {why}" for name, why in plan["reasons"].items())])
+    return "\n".join([*lines, *_lines_of(plan)])
+
+
+def _lines_of(plan: dict[str, Any]) -> list[str]:
     evidence = f", evidence {plan['evidence']}" if plan["evidence"] else ""
-    lines.append(f"row         {plan['row']}{evidence}")
+    lines = [f"row         {plan['row']}{evidence}"]
     if plan["splits"] > 1:
         lines.append(f"split-KV    {plan['splits']} parts of the keys")
     if plan["gqa_splits"] > 1:
@@ -145,7 +171,12 @@ def as_text(plan: dict[str, Any]) -> str:
             line += (f": tile {launch['block_m']} x {launch['block_n']}, {launch['stages']} stages, "
                      f"{launch['threads']} threads, {launch['smem_bytes']} bytes of shared memory, "
                      f"{launch['grid']} CTAs for {launch['tiles']} tiles, {scheduling}")  # fmt: skip
+        if "rows" in launch:
+            first, last = launch["rows"]
+            line += f", sequences of {first} {f'to {last}' if last else 'or more'} rows a key head"
         lines.append(line + (", programmatic launch" if launch["pdl"] else ""))
     lines += [f"workspace   {name} {size} bytes" for name, size in plan["workspace"].items()]
     lines.append(f"workspace   {plan['workspace_bytes']} bytes in all")
-    return "\n".join(lines)
+    if "then" in plan:
+        lines += ["then, for the gradient of sinks", *_lines_of(plan["then"])]
+    return lines

@@ -127,6 +127,15 @@ def test_a_bias_that_wants_a_gradient_changes_the_backward_only():
     assert any("bias" in kernel for kernel in kernels[1][1]) and kernels[0][1] != kernels[1][1]
 
 
+def test_gradients_of_sinks_and_slopes_are_explained():
+    q, k, v = qkv(4, 256, 4, 64, dtype=torch.bfloat16)
+    for wanted in (False, True):
+        sinks, slopes = (torch.zeros(4, requires_grad=wanted) for _ in range(2))
+        assert ("then" in flash_ext.explain(q, k, v, sinks=sinks, gpu=H200).backward) == wanted
+        found = flash_ext.explain(q, k, v, bias=flash_ext.masks.ALiBi(slopes), gpu=H200).backward
+        assert any("bias" in launch["kernel"] for launch in found["launches"]) == wanted
+
+
 def test_strides_that_the_copy_engine_cannot_read():
     q = torch.randn(2, 128, 4, 60, dtype=torch.bfloat16)
     found = flash_ext.explain(q, q, q, gpu=H200)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,18 +18,16 @@ import flash_ext
 from flash_ext import masks
 from flash_ext._ops import plan as planned
 from flash_ext._ops.library import _C
+from flash_ext._ops.library_mod import modifier_arguments
+from flash_ext._ops.modifiers import Modifiers
 from tests.harness import Target, check_done_launches, on_gpu_paths, on_short_paths
+from tests.qkv import null_kernels
 from tests.sources import ROOT
 
 SHAPE = {"seqlen_q": 4096, "seqlen_k": 4096, "num_heads": 16, "num_heads_k": 16, "head_dim": 128}
 SHAPE["head_dim_v"] = 128
 
 H200 = "gpu=9.0/132"
-# What words cannot say: that the gradient of a bias alone is wanted, and that keys lie in a cache.
-BEYOND_WORDS = {
-    "bwd_mod.other_gradients", "sm80.fwd_cached", "sm80.fwd_cached.mod", "sm80.fwd_cached.quantized",
-    "sm90.fwd_cached", "sm90.fwd_cached.packed", "sm90.fwd_cached.packed_quantized",
-}  # fmt: skip
 
 
 def read_table() -> dict[str, dict[str, dict[str, str]]]:
@@ -135,7 +135,7 @@ def test_launches_say_their_variant_and_what_becomes_of_dq(
 
 
 def test_no_row_is_left_out() -> None:
-    named = {wanted["row"] for wanted in TABLE[EVERY_ROW].values()} | BEYOND_WORDS
+    named = {wanted["row"] for wanted in TABLE[EVERY_ROW].values()}
     assert named == {row for _, row, _ in _C.plan_rows()}
 
 
@@ -230,6 +230,19 @@ def test_deterministic_backwards_never_add_in_any_order(pretended_gpu) -> None:
                              ("fwd heads=0/1", "num_heads a multiple"),
                              ("fwd heads=5/2", "num_heads a multiple"), ("fwd batch=-1", "at least 0"),
                              ("fwd bwd", "either fwd or bwd"),
+                             ("bwd softcap_gradient", "unknown modifier 'softcap_gradient'"),
+                             ("bwd without_qkv bias", "must want another one, as bias_gradient"),
+                             ("fwd bias_gradient without_qkv", "must want another one, as bias_gradient"),
+                             ("fwd tree", "tree goes with a cache alone"),
+                             ("fwd pages mask", "mask does not go with a cache"),
+                             ("fwd pages fp8", "the fp8 forward has no cache"),
+                             ("bwd pages", "over a cache has no backward"),
+                             ("fwd pages rows packed", "a cache is one of pages, entries, rows"),
+                             ("fwd int8", "a cache is one of pages, entries, rows"),
+                             ("fwd rows", "rows of a cache go with packed queries"),
+                             ("fwd packed rows e4m3", "a cache of 8 bits lies in pages or entries"),
+                             ("fwd pages int8 head_dim=72", "a multiple of 16"),
+                             ("fwd pages page_size=0", "a page holds at least 1 key"),
                              ("fwd kv_splits=few", "kv_splits takes a number"),
                              ("fwd row=sm80.fwd.tall", "no row 'sm80.fwd.tall'"),
                          ])  # fmt: skip
@@ -254,6 +267,110 @@ def test_plans_in_words(pretended_gpu) -> None:
     assert planned.plan(f"fwd head_dim=36/64 {H200}")["backend"] == "sm80", "rows of 72 bytes"
     assert planned.plan(f"bwd sinks {H200}")["row"] == planned.plan(f"bwd {H200}")["row"]
     assert planned.plan(f"kv_splits=3 fwd sm80 {H200}")["splits"] == 3
+
+
+FACTS = ("row", "splits", "launches", "workspace", "workspace_bytes")
+
+
+def facts_of(plan: dict) -> dict:
+    return {name: plan[name] for name in FACTS}
+
+
+def words_and_call(words: str, modifiers: str) -> Callable[[], object]:
+    """The call over a cache that words say, on the CPU, of 4 sequences with 8 heads of 64 on 2 of keys."""
+    asked, numbers = (
+        {*words.split(), *modifiers.split()},
+        dict(w.split("=") for w in words.split() if "=" in w),
+    )
+    rows, keys = map(int, numbers["seqlen"].split("/"))
+    page = int(numbers.get("page_size", 64))
+    packed = "packed" in asked
+    q = torch.zeros(*((4 * rows,) if packed else (4, rows)), 8, 64, dtype=torch.bfloat16)
+    shape = (4, -(-keys // page)) if "pages" in asked else ()
+    places = {"pages": (4 * math.prod(shape[1:]), page), "entries": (4, keys), "rows": (4 * keys,)}
+    (layout,) = asked & places.keys()
+    dtype = torch.int8 if "int8" in asked else torch.float8_e4m3fn if "e4m3" in asked else torch.bfloat16
+    k = torch.zeros(*places[layout], 2, 64, dtype=dtype)
+    bounds = [torch.arange(5, dtype=torch.int32) * n for n in (rows, keys)]
+    most = [int(n) for n in numbers.get("max_seqlen", "0/0").split("/")]
+    return functools.partial(
+        torch.ops.flash_ext.fwd_cached.default, q, k, k,
+        bounds[0] if packed else None, bounds[1] if layout == "rows" else None,
+        torch.zeros(4, dtype=torch.int32), torch.zeros(shape, dtype=torch.int32) if shape else None,
+        *most, 1.0, -1, 0 if "causal" in asked else -1,
+        torch.zeros(8) if "alibi" in asked else None, torch.zeros(8) if "sinks" in asked else None,
+        30.0 if "softcap" in asked else 0.0, None, True,
+        torch.zeros(q.shape[: 1 if packed else 2], dtype=torch.int64) if "tree" in asked else None,
+    )  # fmt: skip
+
+
+CACHES = (
+    "pages seqlen=1/4000", "packed pages seqlen=1/4000 max_seqlen=1/3000", "packed pages seqlen=9/4000",
+    "pages page_size=16 seqlen=30/1000", "pages page_size=12 seqlen=100/1000", "entries seqlen=1/3001",
+    "entries seqlen=700/3001", "packed entries seqlen=40/3001 max_seqlen=40/0", "packed rows seqlen=5/1000",
+    "packed rows seqlen=300/1000", "pages int8 seqlen=1/4000",
+    "packed pages e4m3 seqlen=30/4000 max_seqlen=30/4000", "entries int8 seqlen=3/1000",
+)  # fmt: skip
+TOO_LONG_FOR_TREES = ("pages page_size=12 seqlen=100/1000", "entries seqlen=700/3001")
+CACHED_CALLS = [(words, more) for words in CACHES for more in ("", "softcap sinks", "alibi")] + [
+    (words, "tree") for words in CACHES if words not in TOO_LONG_FOR_TREES
+]
+
+
+@pytest.mark.parametrize(("words", "modifiers"), CACHED_CALLS)
+def test_words_of_a_cache_are_planned_as_its_calls(words: str, modifiers: str) -> None:
+    causal = "causal" if modifiers != "tree" else ""
+    with null_kernels():
+        words_and_call(f"{words} {causal}", modifiers)()
+        ran = _C.last_launch()
+    found = planned.plan(f"fwd {words} {causal} {modifiers} batch=4 heads=8/2 head_dim=64 {H200}")
+    assert facts_of(found) == facts_of(ran)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "others", "seqlen"),
+    [("sinks", "", 304), ("sinks", "", 48), ("sinks", "softcap", 304), ("alibi", "", 304), ("bias", "", 304),
+     ("bias", "", 48), ("alibi sinks", "", 304), ("bias alibi", "", 304)],
+)  # fmt: skip
+@pytest.mark.parametrize("qkv", [True, False])
+def test_gradients_in_words_are_planned_as_their_calls(
+    gradients: str, others: str, seqlen: int, qkv: bool
+) -> None:
+    """That of sinks alone comes from a plan of its own, behind the one of q, k and v."""
+    q = torch.zeros(2, seqlen, 4, 64, dtype=torch.bfloat16)
+    lse = torch.zeros(2, 4, seqlen)
+    made: dict[str, torch.Tensor] = {
+        "sinks": torch.zeros(4), "bias": torch.zeros(1, 4, seqlen, seqlen, dtype=torch.bfloat16),
+        "alibi": torch.zeros(4),
+    }  # fmt: skip
+    tensors = {name: made[name] for name in gradients.split()}
+    mods = Modifiers(
+        bias=tensors.get("bias"), slopes=tensors.get("alibi"), sinks=tensors.get("sinks"),
+        softcap=30.0 if others else 0.0,
+    )  # fmt: skip
+    needs = [name in tensors for name in ("bias", "alibi", "sinks")]
+    with null_kernels():
+        torch.ops.flash_ext.bwd_mod.default(
+            q, q, q, q, q, lse, None, None, None, 0, 0, 1.0, -1, -1, *modifier_arguments(mods), qkv, *needs,
+            False, None,
+        )  # fmt: skip
+        ran = _C.last_launch()
+    words = [f"{name}_gradient" for name in tensors] + ([] if qkv else ["without_qkv"])
+    found = planned.plan(f"bwd {' '.join(words)} {others} batch=2 seqlen={seqlen} heads=4 head_dim=64 {H200}")
+    assert facts_of(found) == facts_of(ran)
+    assert ("then" in found) == ("then" in ran) == (qkv and words == ["sinks_gradient"] and not others)
+    if "then" in found:
+        assert facts_of(found["then"]) == facts_of(ran["then"])
+        assert found["then"]["row"] == "bwd_mod.other_gradients"
+        assert found["then"]["workspace"].keys() == {"stats_portable"}
+        text = planned.as_text(found)
+        assert text.count("\nrow  ") == 2 and "\nthen, for the gradient of sinks\n" in text
+
+
+def test_launches_over_a_cache_say_which_sequences_are_theirs() -> None:
+    text = planned.as_text(planned.plan(f"fwd packed pages seqlen=64/8192 heads=32/8 batch=4 sm80 {H200}"))
+    for words in ("sequences of 1 to 16 rows", "sequences of 17 to 64 rows", "sequences of 65 or more rows"):
+        assert f"{words} a key head" in text
 
 
 @pytest.mark.parametrize("row", ["sm90.fwd_mod.m192.drop", "sm90.fwd_mod.m192.slopes", "sm90.bwd.dq_pool"])
@@ -294,8 +411,8 @@ def test_what_runs_is_what_the_plan_says(target: Target) -> None:
             if (H200 in call) != (target.path == "sm90"):
                 continue
             words, numbers = call.split(), dict(w.split("=") for w in call.split() if "=" in w)
-            if set(words) & {"mask", "bias_gradient"}:
-                continue  # tests/attention has them
+            if set(words) & {"mask", "bias_gradient", "pages"}:
+                continue  # tests/attention and tests/serving have them
             seqlen, head_dim = numbers.get("seqlen", "1024").split("/"), int(numbers.get("head_dim", 128))
             heads = [int(n) for n in numbers.get("heads", "4").split("/")]
             rows, keys = int(seqlen[0]), int(seqlen[-1])

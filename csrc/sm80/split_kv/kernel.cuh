@@ -63,23 +63,30 @@ __device__ __forceinline__ uint32_t load_pair(const uint16_t* row, int col, int 
   return lo | hi << 16;
 }
 
-// The warp's 16 rows of Q as A operands, straight from global memory: once a CTA, and the rings leave no room for them.
+// Rows warp_row + 8 half + 0 .. 7 of Q for A operands, straight from global memory: once a CTA, and the rings leave no room
+// for them. Of the pairs of 16 columns a lane has two, kApart columns from each other.
+template <typename T, int kApart>
+__device__ __forceinline__ void load_half_of_queries(uint32_t (&q)[T::kHeadDim / 16][4], const FwdParams& p,
+                                                     const SplitGrid& g, const SplitWork& w, int warp_row, int half,
+                                                     int lane) {
+  const int r = warp_row + 8 * half + lane / 4;
+  const RowPlace place = place_of(w, g, w.first + min(r, w.rows - 1));
+  const uint16_t* row = row_pointer(p.q, place.b, place.row, place.h);
+  const int columns = r < w.rows ? p.problem.head_dim : 0;
+#pragma unroll
+  for (int ks = 0; ks < T::kHeadDim / 16; ++ks) {
+    const int col = 16 * ks + (kApart == 8 ? 2 : 4) * (lane % 4);
+    q[ks][half] = load_pair(row, col, columns, p.q.aligned);
+    q[ks][2 + half] = load_pair(row, col + kApart, columns, p.q.aligned);
+  }
+}
+
+// The warp's 16 rows of Q as A operands.
 template <typename T>
 __device__ __forceinline__ void load_queries(uint32_t (&q)[T::kHeadDim / 16][4], const FwdParams& p, const SplitGrid& g,
                                              const SplitWork& w, int warp_row, int lane) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int r = warp_row + 8 * half + lane / 4;
-    const RowPlace place = place_of(w, g, w.first + min(r, w.rows - 1));
-    const uint16_t* row = row_pointer(p.q, place.b, place.row, place.h);
-    const int columns = r < w.rows ? p.problem.head_dim : 0;
-#pragma unroll
-    for (int ks = 0; ks < T::kHeadDim / 16; ++ks) {
-      const int col = 16 * ks + 2 * (lane % 4);
-      q[ks][half] = load_pair(row, col, columns, p.q.aligned);
-      q[ks][2 + half] = load_pair(row, col + 8, columns, p.q.aligned);
-    }
-  }
+  for (int half = 0; half < 2; ++half) load_half_of_queries<T, 8>(q, p, g, w, warp_row, half, lane);
 }
 
 // acc[16 x 8 kN] = Q K^T with the A operands in registers; k_lane is SmemTile::by_cols.

@@ -16,7 +16,7 @@ std::string launch_fwd_split(const FwdCall& c, const Launch& l) {
     if (l.kernel == KernelId::kFwdCombine80) {
       return launch_planned(l, fwd_merge_kernel<E>, SplitTile::kThreads, 0, p.stream, p, g, ending_of(c));
     }
-    return with_tile<E, D>(g.rows, [&]<typename T>() {
+    return with_tile<E, D>(l.block_m, [&]<typename T>() {
       return launch_planned(l, fwd_split_kernel<T>, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g);
     });
   });

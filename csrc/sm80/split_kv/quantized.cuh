@@ -56,16 +56,7 @@ __device__ __forceinline__ void load_queries_as_half(uint32_t (&q)[T::kHeadDim /
   constexpr uint32_t kLargestInFp16 = 127 + 14;  // exponent of an fp32 number that leaves room above it
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int r = warp_row + 8 * half + lane / 4;
-    const RowPlace place = place_of(w, g, w.first + min(r, w.rows - 1));
-    const uint16_t* row = row_pointer(p.q, place.b, place.row, place.h);
-    const int columns = r < w.rows ? p.problem.head_dim : 0;
-#pragma unroll
-    for (int ks = 0; ks < T::kHeadDim / 16; ++ks) {
-      const int col = 16 * ks + 4 * (lane % 4);
-      q[ks][half] = load_pair(row, col, columns, p.q.aligned);
-      q[ks][2 + half] = load_pair(row, col + 2, columns, p.q.aligned);
-    }
+    load_half_of_queries<T, 2>(q, p, g, w, warp_row, half, lane);
     factor[half] = 1.f;
     if (p.problem.dtype == DType::kFloat16) continue;
     uint32_t largest = 0;  // magnitudes of bf16 are in order as integers

@@ -99,7 +99,6 @@ struct BwdTraits {
   static constexpr int kBlockM = BwdTile::kBlockM, kBlockN = kTile.block_n(), kThreads = BwdTile::kThreads;
   static constexpr bool kByQueries = false;
   static constexpr int kOwnRows = kBlockN, kStatRows = kBlockM;  // of a work tile; of a tile in the workspace
-  static constexpr int kGroupKeys = kBlockN / 2;  // of a consumer warpgroup
   static constexpr int kStages = kTile.stages, kChunks = chunks_of(D), kConsumerWarps = 8;
   static constexpr int kKeyParts = kBlockN / 128, kPartRows = 128;  // boxes in which K and V come
   // K of the next work tile comes to the place of V, which is free a step before that of K.

@@ -2,7 +2,6 @@
 // where it has any. Included by the instantiation files only.
 #pragma once
 
-#include "../bwd_mod/tiles.h"
 #include "../fwd/launch.cuh"
 #include "kernel.cuh"
 #include "passes.cuh"
@@ -21,6 +20,7 @@ inline BwdArgs make_bwd_args(const BwdCall& c, const Launch& l, int block_m, int
   a.grid = l.grid;
   a.q = steps(p.q), a.k = steps(p.k), a.v = steps(p.v), a.dout = steps(p.dout);
   a.tiles_per_head = static_cast<int>(query_tiles_per_head(r, block_m));
+  a.rotate = l.rotate;
   a.scheduler.num_work_tiles = static_cast<uint32_t>(l.tiles);
   if (l.dynamic) {
     a.scheduler.counter = part_of<Counter>(c.workspace, c.plan.workspace.tile_counters) + which;
@@ -52,14 +52,9 @@ std::string launch_bwd_as(const BwdCall& c, const Launch& l) {
   BwdArgs a = make_bwd_args(c, l, T::kBlockM);
   BwdMaps maps{};
   std::string error = encode_bwd_maps(maps, c.p, T::kBlockM, T::kPartRows);
-  // With static scheduling a block of keys starts its walk later than the block before. Where warpgroups cooperate that
-  // gains nothing, and few rows lose by it.
-  const int rotate = T::kIndependent ? T::kBlockN / T::kBlockM : 0;
-  if (!l.dynamic) a.rotate = rotate;
   if (l.dq == DqMode::kOrdered) a.dq_semaphore = part_of<uint32_t>(c.workspace, c.plan.workspace.dq_semaphore);
   if (l.dq == DqMode::kPool) {
     a.pool = pool_of(c);
-    a.rotate = has_unequal_tiles(r) ? 0 : rotate;
     if (error.empty() && !c.p.dq.is_float) {
       error = encode_map(maps.dq, c.p.dq, r, r.head_dim, r.seqlen_q, r.num_heads, 16, 32);
     }
@@ -77,7 +72,7 @@ std::string launch_row_stats_and_zero(const BwdCall& c, const Launch& l) {
     zeroed = {c.plan.dq_pool.tiles(r), part_of<uint32_t>(c.workspace, w.pool_words),
               static_cast<int>(c.plan.dq_pool.words())};
   } else if (l.dq == DqMode::kStored) {
-    zeroed = {.tiles = 0, .dq_rows = !visits_all_queries(r, c.modifiers)};
+    zeroed = {.tiles = 0, .dq_rows = c.plan.zeroes_dq};
   }
   return launch_planned(l, row_stats_and_zero_kernel<E, D>, kPassThreads, 0, c.p.stream, c.hopper(), l.grid,
                         static_cast<int>(query_tiles_per_head(r)), part_of<uint32_t>(c.workspace, w.dq_semaphore),

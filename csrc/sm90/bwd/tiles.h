@@ -21,6 +21,9 @@ struct BwdTile {
   static constexpr int kBlockM = 64, kThreads = 384, kDsBytes = kBlockM * 128 * 2;  // dS of 128 keys
   static constexpr int kOrderedKeys = 128;  // a turn, where additions to dQ have an order
   constexpr int block_n() const { return independent ? 256 : 128; }
+  // Tiles by which, with static scheduling, a block of keys starts its walk later than the block before. Where warpgroups
+  // cooperate that gains nothing, and few rows lose by it.
+  constexpr int rotation() const { return independent ? block_n() / kBlockM : 0; }
   constexpr int kv_bytes(int d) const { return tile_bytes(block_n(), d); }
   constexpr int stage_bytes(int d) const { return 2 * tile_bytes(kBlockM, d); }
   constexpr int ds_stages() const { return !makes_dq ? 0 : independent ? 2 : 3; }

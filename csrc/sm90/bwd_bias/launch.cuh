@@ -34,8 +34,8 @@ std::string launch_dbias_as(const BwdCall& c, const Launch& l) {
 template <int D>
 std::string launch_dbias(const BwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
-    return c.modifiers.bias.staged ? launch_dbias_as<BwdBiasTraits<E, D, false>>(c, l)
-                                   : launch_dbias_as<BwdBiasTraits<E, D, true>>(c, l);
+    return l.variant == ScoreVariant::kBias ? launch_dbias_as<BwdBiasTraits<E, D, false>>(c, l)
+                                            : launch_dbias_as<BwdBiasTraits<E, D, true>>(c, l);
   });
 }
 

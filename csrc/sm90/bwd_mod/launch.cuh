@@ -44,7 +44,6 @@ std::string launch_bwd_fused_mod_as(const BwdCall& c, const Launch& l) {
   const Modifiers& m = c.modifiers;
   BwdModArgs a{};
   a.plain = make_bwd_args(c, l, T::kBlockM);
-  if (!l.dynamic) a.plain.rotate = T::kBlockN / T::kBlockM;
   a.splits = Divisor(static_cast<uint32_t>(c.plan.q_splits));
   a.m = m;
   if (T::kCaps) a.cap = key_cap(r, m);

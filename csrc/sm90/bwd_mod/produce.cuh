@@ -50,7 +50,7 @@ __device__ __forceinline__ uint32_t classify_bwd_tile(const ScoreMod& score_mod,
     tests = score_mod.template classify<T::kBlockM, 64, 1, kEnds, kEnds>(tile, own);
     if constexpr (!kEnds) {
       const bool rows_end = (tile + 1) * T::kBlockM > score_mod.seq.seqlen_q;
-      if (tests == 0 && rows_end && score_mod.m.by_distance.table != nullptr) tests = kTestInterval;
+      if (tests == 0 && rows_end && score_mod.m.by_distance.may_be_nan()) tests = kTestInterval;
     }
   }
   uint32_t bits = (tests == kSkipTile ? kSkipped : static_cast<uint32_t>(tests)) << (kKeyTestsAt + 4 * group);

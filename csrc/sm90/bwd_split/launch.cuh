@@ -28,20 +28,12 @@ std::string launch_row_stats(const BwdCall& c, const Launch& l) {
   });
 }
 
+// Either kernel; that of dQ has the queries of a warpgroup in a box.
 template <typename T>
-std::string launch_bwd_dkdv(const BwdCall& c, const Launch& l) {
-  const SplitArgs a{make_bwd_args(c, l, T::kStatRows), c.p.problem.scale_log2};
+std::string launch_bwd_split_as(const BwdCall& c, const Launch& l) {
+  const SplitArgs a{make_bwd_args(c, l, T::kStatRows, T::kByQueries), c.p.problem.scale_log2};
   BwdMaps maps{};
-  const std::string error = encode_bwd_maps(maps, c.p, T::kBlockM, T::kBlockN);
-  if (!error.empty()) return "bwd_sm90: " + error;
-  return launch_planned(l, bwd_split_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
-}
-
-template <typename T>
-std::string launch_bwd_dq(const BwdCall& c, const Launch& l) {
-  const SplitArgs a{make_bwd_args(c, l, T::kStatRows, 1), c.p.problem.scale_log2};
-  BwdMaps maps{};
-  const std::string error = encode_bwd_maps(maps, c.p, T::kGroupRows, T::kBlockN);
+  const std::string error = encode_bwd_maps(maps, c.p, T::kByQueries ? 64 : T::kBlockM, T::kBlockN);
   if (!error.empty()) return "bwd_sm90: " + error;
   return launch_planned(l, bwd_split_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }
@@ -49,11 +41,11 @@ std::string launch_bwd_dq(const BwdCall& c, const Launch& l) {
 template <int D, int Dv>
 std::string launch_bwd_split(const BwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
-    if (l.kernel == KernelId::kBwdDq90) return launch_bwd_dq<DqTraits<E, D, Dv, ScoreKind::kPlain>>(c, l);
+    if (l.kernel == KernelId::kBwdDq90) return launch_bwd_split_as<DqTraits<E, D, Dv, ScoreKind::kPlain>>(c, l);
     if constexpr (D == kShortHeadDim) {
       return launch_bwd_as<BwdTraits<E, D, DqKind::kElsewhere>>(c, l);
     } else {
-      return launch_bwd_dkdv<DkdvTraits<E, D, Dv, ScoreKind::kPlain>>(c, l);
+      return launch_bwd_split_as<DkdvTraits<E, D, Dv, ScoreKind::kPlain>>(c, l);
     }
   });
 }

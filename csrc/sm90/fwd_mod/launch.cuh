@@ -72,7 +72,7 @@ std::string launch_fwd_mod_as(const FwdCall& c, const Launch& l) {
   a.cap = cap_series(unit, r, m);
   a.short_cap = short_cap_series(unit, r, m);
   a.scale_log2 = m.has_score_mod ? r.softmax_scale * kLog2e : m.unit_log2;
-  a.bias_rows = T::kKind == FwdModKind::kFloatBias ? T::kBlockM : staged_bias_rows(m.bias, r, T::kBlockM);
+  a.bias_rows = l.bias_rows;
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
   a.q_stages = !T::kModTile.bias_has_place && a.bias_rows > 0 ? 1 : T::kQStages;
   FwdModMaps maps{};

@@ -200,6 +200,7 @@ def flash_attn_with_kvcache(
     ver: int = 3,
     out: Tensor | None = None,
     mask: TokenTree | None = None,
+    alibi_slopes: Tensor | None = None,
     **others: Any,
 ) -> Result:
     """New queries over a cache of pages or of entries, after k and v, if given, were written into it.
@@ -223,6 +224,7 @@ def flash_attn_with_kvcache(
         out: in the dtype of q, written by a copy and returned.
         mask: a :class:`flash_ext.masks.TokenTree`, which takes the place of causal. Without rotary factors,
             which turn tokens by their order and not by their depth.
+        alibi_slopes: (h,) or (batch, h), the slopes of :class:`flash_ext.masks.ALiBi`.
         q_descale, k_descale, v_descale, num_splits, others: as the module says.
 
     Raises:
@@ -249,8 +251,9 @@ def flash_attn_with_kvcache(
         )
     check_of_heads(q, sinks=sinks)
     _refuse_gradient(
-        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin
-    )
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        alibi_slopes=alibi_slopes,
+    )  # fmt: skip
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     _check_descales(q, k_cache, cu_seqlens_q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, descales = _descales(q, k_cache, out, q_descale, k_descale, v_descale)
@@ -296,8 +299,8 @@ def flash_attn_with_kvcache(
             lengths = lengths.where(table[:, 0] >= 0, 0)  # not the keys of another sequence
         found, lse = run_cached(
             q, k_cache, v_cache, cu_seqlens_q, None, lengths, table, max_seqlen_q, None, softmax_scale,
-            causal, window, _backend(num_splits, q, scheduler_metadata), return_softmax_lse, None, sinks,
-            softcap, tree, *descales,
+            causal, window, _backend(num_splits, q, scheduler_metadata), return_softmax_lse, alibi_slopes,
+            sinks, softcap, tree, *descales,
         )  # fmt: skip
     return _result(found, lse, out, return_softmax_lse)
 

@@ -494,8 +494,8 @@ def test_kvcache_stays_inside_the_cache(softcap: float, device: str) -> None:
 
 @pytest.mark.parametrize("extra, message", [
     (
-        {"block_table": torch.zeros(1, 1, dtype=torch.int32), "alibi_slopes": torch.ones(1)},
-        "alibi_slopes is not served over",
+        {"block_table": torch.zeros(1, 1, dtype=torch.int32), "cache_leftpad": torch.zeros(1, dtype=torch.int32)},
+        "cache_leftpad",
     ),
     ({"num_splits": 3}, "num_splits must be 0 or 1"),
 ])  # fmt: skip

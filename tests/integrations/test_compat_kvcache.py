@@ -194,6 +194,27 @@ def test_numbers_may_be_one_for_all(softcap: float, shape: tuple, device: str) -
     close(out, by_definition(q, k[:, 2:6], v[:, 2:6], softcap=softcap)[0])
 
 
+@on_each_device
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+def test_alibi_over_pages_is_that_of_entries(shape: tuple, causal: bool, device: str) -> None:
+    q, k, v = draw(device, (2, 5, 4, 16), *((2, 3, 2, 16),) * 2)
+    entries = draw(device, *((2, 48, 2, 16),) * 2)
+    order = torch.randperm(6, device=device)
+    pages = [torch.empty_like(cache).view(6, 16, 2, 16) for cache in entries]
+    for pool, cache in zip(pages, entries):
+        pool[order] = cache.view(6, 16, 2, 16)
+    slopes = torch.rand(shape, device=device) + 0.1
+    lengths = torch.tensor([41, 7], dtype=torch.int32, device=device)
+    call = {"cache_seqlens": lengths, "causal": causal, "alibi_slopes": slopes, "return_softmax_lse": True}
+    expected, expected_lse = fa.flash_attn_with_kvcache(q, *entries, k, v, **call)
+    out, lse = fa.flash_attn_with_kvcache(q, *pages, k, v, block_table=order.view(2, 3).int(), **call)
+    close(out, expected.double())
+    close(lse, expected_lse.double())
+    for pool, cache in zip(pages, entries):
+        assert torch.equal(pool[order].view_as(cache), cache)
+
+
 # ---- one entry for several sequences ---------------------------------------------------------------------
 
 

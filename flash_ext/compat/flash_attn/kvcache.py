@@ -55,12 +55,12 @@ def flash_attn_with_kvcache(
             them only may have it: on the CPU that is refused, on a GPU, where the host does not see the
             values, the first of them in the batch has the entry, and the others have none.
         cache_leftpad: (batch,) int32, how many keys at the start are padding.
-        block_table: (batch, max_pages) int32, the pages of each sequence; with it neither cache_batch_idx,
-            cache_leftpad nor alibi_slopes. Pages have any size.
+        block_table: (batch, max_pages) int32, the pages of each sequence; with it neither cache_batch_idx
+            nor cache_leftpad. Pages have any size.
         softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
         rotary_interleaved: pairs are neighbouring features; otherwise the halves of the rotated ones.
-        alibi_slopes: (nheads,) or (batch, nheads); here they cost a bias of batch * nheads * seqlen_q *
-            seqlen_cache numbers.
+        alibi_slopes: (nheads,) or (batch, nheads); without block_table they cost a bias of batch * nheads *
+            seqlen_q * seqlen_cache numbers.
         num_splits: 0 or 1; into how many parts keys are split is chosen from the shapes.
         return_softmax_lse: also return the lse.
 
@@ -79,13 +79,11 @@ def flash_attn_with_kvcache(
             f"num_splits must be 0 or 1, the number of parts is chosen from the shapes; got {num_splits}."
         )
     if block_table is not None:
-        if alibi_slopes is not None:
-            raise NotImplementedError("alibi_slopes is not served over a paged cache. Gather the keys.")
         return serving.flash_attn_with_kvcache(
             q if q.stride(-1) == 1 else q.contiguous(), k_cache, v_cache, k, v, None, rotary_cos, rotary_sin,
             cache_seqlens, cache_batch_idx, cache_leftpad, block_table, softmax_scale=softmax_scale,
             causal=causal, window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved,
-            num_splits=num_splits, return_softmax_lse=return_softmax_lse,
+            num_splits=num_splits, return_softmax_lse=return_softmax_lse, alibi_slopes=alibi_slopes,
         )  # fmt: skip
     batch, seqlen_q = q.shape[:2]
     _check(batch, k_cache, cache_seqlens, cache_batch_idx, cache_leftpad)

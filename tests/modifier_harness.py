@@ -109,7 +109,7 @@ def _note_workspace(x: ModifierInputs) -> None:
 
 
 def _has_row_bias(x: ModifierInputs) -> bool:
-    """Whether the bias has one value for all keys of a row: a backward takes it from lse, and has no bias then."""
+    """Whether the bias has one value for all keys of a row: a backward takes it out of lse."""
     bias = x.leaves().get("bias")
     return not x.mcase.case.is_packed and bias is not None and bias.dim() > 0 and bias.shape[-1] == 1
 

@@ -433,7 +433,7 @@ def test_a_thousand_repeats_of_every_gradient_give_the_same_bits(target: Target,
 @pytest.mark.parametrize("dims", ["bh1k", "b11k", "1h1k", "111k"])
 @on_modifier_gpu_paths
 def test_sums_over_rows_repeat_beside_a_dq_that_does_not(target: Target, dims: str) -> None:
-    """Without the deterministic mode, where one kernel makes dk and the gradient of a bias that rows share."""
+    """Not deterministic: one kernel makes dk and the gradient of a bias that rows share."""
     for head_dim, causal in ((64, True), (128, False)):
         case = dense(3, 700, 900, 8, 2, head_dim, causal=causal, deterministic=False)
         mcase = ModifierCase(case, (f"bias_{dims}",))

@@ -494,7 +494,8 @@ def test_kvcache_stays_inside_the_cache(softcap: float, device: str) -> None:
 
 @pytest.mark.parametrize("extra, message", [
     (
-        {"block_table": torch.zeros(1, 1, dtype=torch.int32), "cache_leftpad": torch.zeros(1, dtype=torch.int32)},
+        {name: torch.zeros(1, *rest, dtype=torch.int32)
+         for name, rest in (("block_table", (1,)), ("cache_leftpad", ()))},
         "cache_leftpad",
     ),
     ({"num_splits": 3}, "num_splits must be 0 or 1"),

@@ -11,8 +11,8 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=Fals
     """schedule_work() and load_tiles() of fwd/produce.cuh, consume() of fwd/consume.cuh. An item is a list
     of tiles, a tile the groups that see it; group 0 sees the last one. ``apart``: load_cached_tiles() of
     fwd_cached/produce.cuh, which has a role for K and one for V. ``raw_stages``: of the ring of bytes that
-    convert_tiles() of fwd_cached/convert.cuh leaves, with load_slot_factors() of fwd_cached/quantized.cuh. Pairs
-    of its warps take tiles in turn. Of a pair the first one writes, the other lets go of what it has read."""
+    convert_tiles() of fwd_cached/convert.cuh leaves, with load_slot_factors() of fwd_cached/quantized.cuh.
+    Pairs of its warps take tiles in turn. Of a pair the first one writes, the other lets go of its bytes."""
     pair = WARPS // 2
     kv = Slots("K or V", kv_stages, groups * WARPS, full=pair if raw_stages else 1)
     q = Slots("Q", q_stages, groups * WARPS)

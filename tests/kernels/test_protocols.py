@@ -40,7 +40,7 @@ def run_forward(m, rnd, *, apart=False, converts=False):
     items = [[seen_by(rnd, groups) for _ in range(count)] for count in counts(rnd)]
     for tiles in filter(None, items):
         tiles[-1] = tuple({0, *tiles[-1]})
-    stages, raw_stages = rnd.choice(((4, 4), (6, 8))) if converts else (rnd.choice((4, 5, 8)), 0)
+    stages, raw_stages = rnd.choice(((3, 4), (6, 8))) if converts else (rnd.choice((4, 5, 8)), 0)
     forward(m, items, stages, rnd.choice((1, 2)), groups, rnd.random() < 0.5, apart, raw_stages)
 
 

@@ -11,12 +11,11 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=Fals
     """schedule_work() and load_tiles() of fwd/produce.cuh, consume() of fwd/consume.cuh. An item is a list
     of tiles, a tile the groups that see it; group 0 sees the last one. ``apart``: load_cached_tiles() of
     fwd_cached/produce.cuh, which has a role for K and one for V. ``raw_stages``: of the ring of bytes that
-    convert_tiles() of fwd_cached/convert.cuh leaves, with load_slot_factors() of fwd_cached/quantized.cuh.
-    Pairs of its warps take tiles in turn. Of a pair the first one writes, the other lets go of its bytes."""
-    pair = WARPS // 2
-    kv = Slots("K or V", kv_stages, groups * WARPS, full=pair if raw_stages else 1)
+    convert_tiles() of fwd_cached/convert.cuh leaves, with load_slot_factors() of fwd_cached/quantized.cuh. Of
+    its warps the first one writes, and the others let go of what they have read."""
+    kv = Slots("K or V", kv_stages, groups * WARPS, full=WARPS if raw_stages else 1)
     q = Slots("Q", q_stages, groups * WARPS)
-    raw, factors = Slots("bytes", max(raw_stages, 1), pair), Slots("factors", max(raw_stages, 1), 1)
+    raw, factors = Slots("bytes", max(raw_stages, 1), WARPS), Slots("factors", max(raw_stages, 1), 1)
     copied = raw if raw_stages else kv
     item, ending, turn = Slots("item", 4, 1), Barrier(1), barriers(groups, 2 * WARPS)
 
@@ -88,22 +87,22 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=Fals
             me.copy(factors.full[used % raw_stages], factors.at(used), v)
 
     def converter(me, warp):
-        used, place = warp // pair, 0
+        used = place = 0
         while (n := (yield from item.take(me, place))) != END:
-            for _ in items[n]:
+            for _ in range(2 * len(items[n])):
                 yield raw.ready(used)
                 if m.plant != "factors are not waited for":
                     yield factors.ready(used)
                 yield kv.left(used)
                 what = me.look(raw.at(used))
                 me.read(factors.at(used), what)
-                if warp % pair == 0:
+                if warp == 0:
                     me.write(kv.at(used), what)
                     if m.plant != "elements without a fence":
                         me.fence()
                 raw.let_go(me, used)
                 me.arrive(kv.full[used % kv_stages])
-                used += 2
+                used += 1
             place += 1
 
     def consumer(me, group, warp):

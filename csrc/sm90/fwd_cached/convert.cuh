@@ -55,7 +55,7 @@ __device__ __forceinline__ uint2 scaled_elements_of(uint32_t bytes, float factor
 template <typename T>
 struct ConvertedPlace {
   static constexpr int kRowBytes = T::kRawRowBytes, kPieces = kRowBytes / 16;  // of a row of a chunk of bytes
-  static constexpr int kRowsOfPass = 8 * T::kConverters / T::kChunks, kPasses = T::kBlockN / kRowsOfPass;
+  static constexpr int kRowsOfPass = 32 / T::kChunks, kPasses = T::kBlockN / kRowsOfPass;
   static_assert(kRowsOfPass % 8 == 0, "the swizzle of a row is that of all passes");
   uint32_t from, to;  // `to` is of the first 8 elements; those of the others lie at to ^ 16
   int row;
@@ -76,7 +76,7 @@ template <typename T, bool kInt8, bool kScaled>
 __device__ __forceinline__ void convert_share(uint32_t raw, uint32_t factors, uint32_t to) {
   using E = typename T::Element;
   using Place = ConvertedPlace<T>;
-  constexpr int kAhead = 3;
+  constexpr int kAhead = 2;
   stream_fragments<Place::kPasses, kAhead>(
       [&](int i, uint32_t (&b)[4]) { ptx::load_shared_words(b, raw + i * Place::kRowsOfPass * Place::kRowBytes); },
       [&](int i, const uint32_t (&b)[4]) {
@@ -95,23 +95,18 @@ __device__ __forceinline__ void convert_share(uint32_t raw, uint32_t factors, ui
       });
 }
 
-// All tiles, in the order of the rings, by pairs of warps in turn: while one waits for what it needs, the other converts.
-// Which tiles are K and which V does not matter here.
+// All tiles, in the order of the rings. Which of them are K and which V does not matter here.
 template <typename T, typename Ring>
 __device__ __forceinline__ void convert_tiles(const typename T::Args& a, const typename T::Tile* work_tiles,
                                               const Ring& copies) {
   const auto& bars = copies.bars;
   const int lane = threadIdx.x % 32;
-  constexpr int kGroups = 4 / T::kConverters;
-  static_assert(kGroups == 2, "a work tile has as many tiles of K as of V, half of them for each");
-  const int group = threadIdx.x % 128 / 32 / T::kConverters;
-  const ConvertedPlace<T> place = ConvertedPlace<T>::of(threadIdx.x % (32 * T::kConverters));
+  const ConvertedPlace<T> place = ConvertedPlace<T>::of(threadIdx.x % 128);
   const bool is_int8 = a.cache_type == CacheType::kInt8, scaled = a.has_slot_factors();
   PipelineState<T::kRawStages> raw_ring;
   PipelineState<T::kKvStages> ring;
   PipelineState<T::kWorkStages> work_ring;
   ring.phase = 1;
-  if (group > 0) raw_ring.advance(), ring.advance();
 #pragma unroll 1
   while (true) {
     wait(bars.work_full(work_ring.stage), work_ring.phase);
@@ -119,7 +114,7 @@ __device__ __forceinline__ void convert_tiles(const typename T::Args& a, const t
     if (work.w.block < 0) return;
     work_ring.advance();
 #pragma unroll 1
-    for (int left = work.blocks.end - work.blocks.begin; left > 0; --left) {
+    for (int left = 2 * (work.blocks.end - work.blocks.begin); left > 0; --left) {
       wait(bars.raw_full(raw_ring.stage), raw_ring.phase);
       if (scaled) wait(bars.factors_full(raw_ring.stage), raw_ring.phase);
       wait(bars.kv_empty(ring.stage), ring.phase);
@@ -136,8 +131,8 @@ __device__ __forceinline__ void convert_tiles(const typename T::Args& a, const t
       __syncwarp();
       ptx::mbarrier_arrive_for_warp(bars.raw_empty(raw_ring.stage), lane == 0);
       ptx::mbarrier_arrive_for_warp(bars.kv_full(ring.stage), lane == 0);
-      raw_ring.advance(), raw_ring.advance();
-      ring.advance(), ring.advance();
+      raw_ring.advance();
+      ring.advance();
     }
   }
 }

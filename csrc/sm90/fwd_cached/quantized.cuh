@@ -75,7 +75,7 @@ struct QuantizedTraits : PackedTraits<E, D> {
   static_assert(kConverted.plain.block_n == Base::kBlockN && kConverted.plain.consumers == Base::kConsumers);
   static constexpr int kKvStages = kConverted.plain.kv_stages, kQStages = kConverted.plain.q_stages;
   static constexpr int kRawStages = kConverted.raw_stages, kThreads = kConverted.threads();
-  static constexpr int kConverters = 2;  // warps that share a tile
+  static constexpr int kConverters = 4;  // warps
   static constexpr int kConsumerRegs = 208, kConverterRegs = 56, kProducerRegs = 40;
   static constexpr int kRawRowBytes = D < 128 ? D : 128;  // of a chunk, which TMA swizzles by as many bytes
   static constexpr int kRawBytes = kConverted.raw_bytes(D), kFactorBytes = kConverted.factor_bytes();

@@ -27,7 +27,7 @@ struct ConvertedTile {
 // wants 158.
 constexpr ConvertedTile converted_tile(int d) {
   if (d == 64) return {{128, 2, 6, 2}, 8};
-  return {{128, 2, 4, 1}, 4};
+  return {{128, 2, 3, 2}, 4};
 }
 
 static_assert(converted_tile(64).smem_bytes(64) <= kSmemLimitLarge);

@@ -283,7 +283,7 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
 
 
 def test_a_build_from_nothing_stays_in_its_budget(resources):
-    """Seven and a half minutes on two cores, 4 GB for two compilers at once; CPU time: wall time knows more.
+    """Eight minutes on two cores, 4 GB for two compilers at once; CPU time: wall time knows more.
 
     The plain portable forward takes 23 s on the machine for which the budget stands, one file beside another;
     the same machine has been seen three times slower in all that it compiles. Two files tell that to 10 %.
@@ -294,7 +294,7 @@ def test_a_build_from_nothing_stays_in_its_budget(resources):
     assert cost is not None, "the build folder is older than its log: remove build/ and build again"
     known = [resources["seconds"][f"inst/{name}.cu.o"] for name in ("fwd_sm80", "fwd_sm80_large")]
     slowness = max(1.0, sum(known) / 23)
-    assert cost["cpu_seconds"] < 2 * 450 * slowness
+    assert cost["cpu_seconds"] < 2 * 480 * slowness
     assert cost["peak_gib"] < 2
 
 

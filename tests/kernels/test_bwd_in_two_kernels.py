@@ -73,7 +73,6 @@ CHOICES: dict[str, tuple[Callable[[], dict], tuple[str, ...]]] = {
     "16 bits": (lambda: {"bias": half()}, (TWO, TWO, TWO, ONE, ONE)),
     "16 bits, dropout": (lambda: {"bias": half(), **DROPS}, (TWO, TWO, TWO, ONE, ONE)),
     "16 bits, one row": (lambda: {"bias": half(rows=1)}, (TWO, TWO, TWO, ONE, ONE)),
-    "16 bits, one key": (lambda: {"bias": half(keys=1)}, (OLD, OLD, OLD, OLD, OLD)),
     "16 bits, odd rows": (lambda: {"bias": half(keys=KEYS + 1)[..., :KEYS]}, (TWO, TWO, TWO, ONE, ONE)),
     "16 bits, odd start": (lambda: {"bias": half(keys=KEYS + 8)[..., 1 : KEYS + 1]},
                            (TWO, TWO, TWO, ONE, ONE)),
@@ -83,7 +82,6 @@ CHOICES: dict[str, tuple[Callable[[], dict], tuple[str, ...]]] = {
                         (TWO, TWO, TWO, ONE, ONE)),
     "32 bits, dropout": (lambda: {"bias": single(), **DROPS}, (TWO, TWO, TWO, ONE, ONE)),
     "32 bits, one row": (lambda: {"bias": single(rows=1)}, (TWO, TWO, TWO, ONE, ONE)),
-    "32 bits, one key": (lambda: {"bias": single(keys=1)}, (OLD, OLD, OLD, OLD, OLD)),
     "32 bits, odd rows": (lambda: {"bias": single(keys=KEYS + 1)[..., :KEYS]},
                           (TWO, TWO, TWO, ONE, ONE)),
     "32 bits, every second key": (lambda: {"bias": single(keys=2 * KEYS)[..., ::2]},
@@ -157,6 +155,14 @@ def test_rows_that_tma_cannot_read_are_portable(sizes: tuple[int, int]) -> None:
         assert launch["kernel"].endswith(wanted)
 
 
+@pytest.mark.parametrize("given", [half(keys=1), single(keys=1)], ids=["16 bits", "32 bits"])
+def test_a_bias_of_rows_leaves_dense_calls_with_lse(given: Tensor) -> None:
+    for head_dim, deterministic in itertools.product(COMPILED, (False, True)):
+        assert "_mod" not in launched(head_dim, deterministic, bias=given)["kernel"]
+        wanted = kernel_of(OLD, head_dim, deterministic)
+        assert launched(head_dim, deterministic, True, bias=given)["kernel"] == wanted
+
+
 @pytest.mark.parametrize("name", ["bias", "slopes"])
 def test_gradients_of_modifiers_alone_are_portable(name: str) -> None:
     leaf = (single() if name == "bias" else torch.ones(HEADS)).requires_grad_()
@@ -223,7 +229,7 @@ EVERYWHERE = (
 )  # fmt: skip
 EVEN = ("bias_bhqk", "bias_1hqk", "bias_hqk_inf", "drop0.5,bias_b1qk", "bias_b1qk_expanded,alibi_b")
 COPIED = ("bias_11qk_odd", "bias_1hqk_t", "bias_b1qk_skip_f32")  # into aligned rows
-NOWHERE = ("bias_bhq1_f32", "softcap5,alibi")
+NOWHERE = ("softcap5,bias_1hqk_f32", "softcap5,alibi")
 WITH_CAUSAL = ("top", "prefix", "chunk48")  # without effect, or nearly so, otherwise
 
 

@@ -61,7 +61,10 @@ def test_sinks_alone_run_the_plain_backward(
     plain = launched(**call)
     assert plain["kernel"] == wanted
     for learned in (False, True):
-        assert launched(**call, sinks=torch.zeros(HEADS), learned=learned) == plain
+        launch = launched(**call, sinks=torch.zeros(HEADS), learned=learned)
+        of_sinks = launch.pop("then", None)
+        assert launch == plain
+        assert (of_sinks and of_sinks["row"]) == ("bwd_mod.other_gradients" if learned else None)
 
 
 def test_head_dims_apart_and_rows_that_tma_cannot_read() -> None:
@@ -76,7 +79,7 @@ def test_head_dims_apart_and_rows_that_tma_cannot_read() -> None:
 def test_query_heads_are_divided_as_without_sinks() -> None:
     shape = {"batch": 1, "seqlen_q": 1024, "heads": 32, "heads_k": 4, "head_dim": 128}
     call = {"shape": shape, "causal": True}
-    launch = launched(**call, sinks=torch.zeros(32))
+    launch = launched(**call, sinks=torch.zeros(32), learned=False)
     assert launch["gqa_splits"] > 1 and launch == launched(**call)
 
 

@@ -85,7 +85,8 @@ def plan(text: str) -> dict[str, Any]:
         A dict: "backend", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in
         docs/benchmarks.md), "kernel", "launches" (in order), "workspace" (bytes by part), "workspace_bytes",
         "splits" (of the keys), "gqa_splits" (splits of grouped heads), "q_splits" (of the queries), "reasons"
-        (why other backends refuse); where the gradient of sinks has a plan of its own, "then": that plan.
+        (why other backends refuse); where gradients of sinks or of a bias of rows have a plan of their own,
+        "then": that plan.
 
     Raises:
         ValueError: a word that is not known, or numbers out of range.
@@ -178,5 +179,5 @@ def _lines_of(plan: dict[str, Any]) -> list[str]:
     lines += [f"workspace   {name} {size} bytes" for name, size in plan["workspace"].items()]
     lines.append(f"workspace   {plan['workspace_bytes']} bytes in all")
     if "then" in plan:
-        lines += ["then, for the gradient of sinks", *_lines_of(plan["then"])]
+        lines += ["then, for other gradients", *_lines_of(plan["then"])]
     return lines

@@ -364,7 +364,7 @@ def test_gradients_in_words_are_planned_as_their_calls(
         assert found["then"]["row"] == "bwd_mod.other_gradients"
         assert found["then"]["workspace"].keys() == {"stats_portable"}
         text = planned.as_text(found)
-        assert text.count("\nrow  ") == 2 and "\nthen, for the gradient of sinks\n" in text
+        assert text.count("\nrow  ") == 2 and "\nthen, for other gradients\n" in text
 
 
 def test_launches_over_a_cache_say_which_sequences_are_theirs() -> None:

@@ -49,7 +49,9 @@ def test_signatures_are_those_of_the_engines() -> None:
         "causal": False, "window_size": (-1, -1), "attention_chunk": 0, "softcap": 0.0, "num_splits": 0,
         "rotary_interleaved": True, "only_qv": False, "sm_margin": 0, "return_softmax_lse": False, "ver": 3,
     }  # fmt: skip
-    check_signature(serving.flash_attn_with_kvcache, SGLANG + " mask alibi_slopes", SGLANG.split()[:3], others)
+    check_signature(
+        serving.flash_attn_with_kvcache, SGLANG + " mask alibi_slopes", SGLANG.split()[:3], others
+    )
 
 
 def check_signature(function: Any, names: str, needed: list[str], others: dict[str, Any]) -> None:

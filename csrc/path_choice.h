@@ -65,7 +65,7 @@ struct LaunchRecord {
   Plan plan;
   bool deterministic = false;
   bool aligned = false;  // every tensor takes the 16-byte loader
-  std::optional<Plan> then = {};  // of a backward whose gradient of sinks has a plan of its own
+  std::optional<Plan> then = {};  // of a backward whose other gradients have a plan of their own
 };
 void record_launch(const LaunchRecord& record);
 void record_second_plan(const Plan& plan);  // of the call that this thread has recorded

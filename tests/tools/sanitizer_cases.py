@@ -156,6 +156,9 @@ def sanitizer_modifier_cases() -> list[ModifierCase]:
         case = Case(batch=2, seqlen_q=131, seqlen_k=150, num_heads=2, num_heads_k=1, head_dim=head_dim)
         found.append(ModifierCase(case, ("bias_bhqk_odd", "padding")))
         found.append(ModifierCase(case, ("bias_1hqk_f32", "padding")))
+        # Sums over rows beside dK, in parts for batch entries; a bias of rows, which leaves with lse.
+        found.append(ModifierCase(case, ("bias_1h1k", "padding")))
+        found.append(ModifierCase(case, ("bias_bhq1_f32", "padding")))
     # Few queries of many keys, which are split.
     for rows, head_dim in ((1, 64), (20, 128), (3, 256)):
         case = Case(batch=1, seqlen_q=rows, seqlen_k=3000, num_heads=4, num_heads_k=2, head_dim=head_dim)

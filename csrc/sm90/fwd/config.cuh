@@ -133,6 +133,14 @@ struct PipelineState {
   }
 };
 
+// The next work tile of a CTA, as its scheduler leaves it.
+template <typename T, typename Tile>
+__device__ __forceinline__ const Tile& wait_for_work(const Tile* work_tiles, const Barriers<T>& bars,
+                                                     const PipelineState<T::kWorkStages>& ring) {
+  wait(bars.work_full(ring.stage), ring.phase);
+  return work_tiles[ring.stage];
+}
+
 // Where TMA finds row `row` of a sequence. Maps of dense tensors have dimensions (columns, rows, heads, batch, 1). Those
 // of packed ones have (columns, 2^30, heads, 2^31 - 1, 2^31 - 1), with strides such that coordinates (2^30 - length +
 // row, 2^30, first + length) meet the row modulo 2^64, and rows from `length` on lie outside: zeros, and not stored.

@@ -109,8 +109,7 @@ __device__ __forceinline__ void convert_tiles(const typename T::Args& a, const t
   ring.phase = 1;
 #pragma unroll 1
   while (true) {
-    wait(bars.work_full(work_ring.stage), work_ring.phase);
-    const WorkTile& work = work_tiles[work_ring.stage];
+    const WorkTile& work = wait_for_work<T>(work_tiles, bars, work_ring);
     if (work.w.block < 0) return;
     work_ring.advance();
 #pragma unroll 1

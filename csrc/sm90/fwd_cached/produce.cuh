@@ -59,8 +59,7 @@ __device__ __forceinline__ void load_cached_tiles(const CachedFwdArgs& a, const 
   int begun = 0;  // tiles
 #pragma unroll 1
   while (true) {
-    wait(bars.work_full(work_ring.stage), work_ring.phase);
-    const WorkTile& work = work_tiles[work_ring.stage];
+    const WorkTile& work = wait_for_work<T>(work_tiles, bars, work_ring);
     if (work.w.block < 0) return;
     work_ring.advance();
     const CachedKeys keys = CachedKeys::of(a.p.problem, a.cache, work.w.b);

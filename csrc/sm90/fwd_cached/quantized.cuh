@@ -159,8 +159,7 @@ __device__ __forceinline__ void load_slot_factors(const QuantizedFwdArgs& a, con
   int v_b = 0, v_h = 0, v_tile = -1;  // the tile of V that is still to load
 #pragma unroll 1
   while (true) {
-    wait(copies.bars.work_full(work_ring.stage), work_ring.phase);
-    const QuantizedTile& work = work_tiles[work_ring.stage];
+    const WorkTile& work = wait_for_work<T>(work_tiles, copies.bars, work_ring);
     if (work.w.block < 0) break;
     work_ring.advance();
     const int b = work.w.b, h = work.w.h, begin = work.blocks.begin;

@@ -70,8 +70,7 @@ __device__ __forceinline__ void load_fp8_tiles(const Fp8Args& a, const FwdMaps& 
   KeyCoordinates v_at{};
 #pragma unroll 1
   while (true) {
-    wait(bars.work_full(work_ring.stage), work_ring.phase);
-    const WorkTile& work = work_tiles[work_ring.stage];
+    const WorkTile& work = wait_for_work<T>(work_tiles, bars, work_ring);
     if (work.w.block < 0) break;
     work_ring.advance();
     const int h = static_cast<int>(divide(work.w.h, a.grid.shared));

@@ -196,10 +196,11 @@ bool stores_dbias(Req r) {
          g->heads == x.num_heads && g->rows == x.seqlen_q && g->cols == x.seqlen_k;
 }
 
-// The gradient of a bias that all rows share is dS summed over rows, of which that kernel has whole columns.
+// The gradient of a bias that all rows share is dS summed over rows, of which that kernel has whole columns. Packed, its parts
+// would grow with the number of sequences times the longest one.
 bool sums_keys(Req r) {
   const BiasGradient* g = r.dbias;
-  return g != nullptr && g->sum_rows && !g->sum_cols && !g->is_slope && !drops(r);
+  return g != nullptr && g->sum_rows && !g->sum_cols && !g->is_slope && !drops(r) && !r.problem.is_varlen();
 }
 
 ScoreVariant fused_variant(Req r) {

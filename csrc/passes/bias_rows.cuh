@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../bias_rows.h"
+#include "../common/pieces.cuh"
 #include "../common/seqlen.cuh"
 
 namespace flash_ext {
@@ -17,19 +18,8 @@ __device__ __forceinline__ uint4 unaligned_piece(const char* at, int valid) {
   const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(at) % 16);
   const uint4* const from = reinterpret_cast<const uint4*>(at - shift);
   const uint4 low = from[0], high = shift + valid > 16 ? from[1] : uint4{};
-  uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-  if (shift & 8) {
-#pragma unroll
-    for (int i = 0; i < 6; ++i) w[i] = w[i + 2];
-  }
-  if (shift & 4) {
-#pragma unroll
-    for (int i = 0; i < 5; ++i) w[i] = w[i + 1];
-  }
-  if (shift & 2) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = __funnelshift_r(w[i], w[i + 1], 16);
-  }
+  const uint4 piece = shifted_piece(low, high, shift);
+  uint32_t w[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int bytes = valid - 4 * i;  // of this word

@@ -45,25 +45,27 @@ __device__ __forceinline__ RowHead locate_row(const Problem& p) {
   return r;
 }
 
-template <typename E>
-__device__ __forceinline__ void load_8(float (&x)[8], const uint16_t* p, int valid, bool aligned) {
-  uint4 raw = make_uint4(0, 0, 0, 0);
-  if (aligned && valid >= 8) {
-    raw = *reinterpret_cast<const uint4*>(p);
-  } else {
-    uint32_t w[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i < valid) w[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
-    }
-    raw = make_uint4(w[0], w[1], w[2], w[3]);
-  }
-  const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
+// Eight elements, of which `valid` are there; zeros behind them.
+__device__ __forceinline__ uint4 load_8(const uint16_t* p, int valid, bool aligned) {
+  if (aligned && valid >= 8) return *reinterpret_cast<const uint4*>(p);
+  uint32_t w[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const uint16_t bits = static_cast<uint16_t>(w[i / 2] >> (16 * (i % 2)));
-    x[i] = ptx::to_float<E>(*reinterpret_cast<const E*>(&bits));
+    if (i < valid) w[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
   }
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+template <typename E>
+__device__ __forceinline__ float dot_8(const uint4& x, const uint4& y) {
+  const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 a = ptx::unpack2<E>(xs[i]), b = ptx::unpack2<E>(ys[i]);
+    sum = fmaf(a.y, b.y, fmaf(a.x, b.x, sum));
+  }
+  return sum;
 }
 
 template <typename E, int D>
@@ -75,11 +77,8 @@ __global__ void __launch_bounds__(kPassThreads) bwd_preprocess_kernel(const __gr
   float sum = 0.f;
   if (r.valid && chunk * 8 < p.problem.head_dim_v) {
     const int valid = p.problem.head_dim_v - chunk * 8;
-    float o[8], d[8];
-    load_8<E>(o, row_pointer(p.out, r.b, r.row, r.h) + chunk * 8, valid, p.out.aligned);
-    load_8<E>(d, row_pointer(p.dout, r.b, r.row, r.h) + chunk * 8, valid, p.dout.aligned);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum = fmaf(o[i], d[i], sum);
+    sum = dot_8<E>(load_8(row_pointer(p.out, r.b, r.row, r.h) + chunk * 8, valid, p.out.aligned),
+                   load_8(row_pointer(p.dout, r.b, r.row, r.h) + chunk * 8, valid, p.dout.aligned));
   }
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(ptx::kFullWarp, sum, step);

@@ -69,10 +69,13 @@ std::string launch_row_stats_and_zero(const BwdCall& c, const Launch& l) {
   const Workspace& w = c.plan.workspace;
   Zeroed zeroed;
   if (l.dq == DqMode::kPool) {
-    zeroed = {c.plan.dq_pool.tiles(r), part_of<uint32_t>(c.workspace, w.pool_words),
-              static_cast<int>(c.plan.dq_pool.words())};
+    zeroed = {.tiles = c.plan.dq_pool.tiles(r),
+              .words = part_of<uint32_t>(c.workspace, w.pool_words),
+              .num_words = static_cast<int>(c.plan.dq_pool.words())};
   } else if (l.dq == DqMode::kStored) {
     zeroed = {.tiles = 0, .dq_rows = c.plan.zeroes_dq};
+  } else if (D == 64 && r.head_dim <= 32 && c.plan.main_launch().kernel == KernelId::kBwdFusedMod90) {
+    zeroed.half = true;  // that kernel adds to no others
   }
   return launch_planned(l, row_stats_and_zero_kernel<E, D>, kPassThreads, 0, c.p.stream, c.hopper(), l.grid,
                         static_cast<int>(query_tiles_per_head(r)), part_of<uint32_t>(c.workspace, w.dq_semaphore),

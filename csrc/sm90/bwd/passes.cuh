@@ -30,38 +30,48 @@ __device__ __forceinline__ QueryTile locate_tile(const BwdParams& p, const Grid&
   return t;
 }
 
-// lse and delta of the kBlockM rows of a tile.
+// lse and delta of the kBlockM rows of a tile. All loads are on their way before the first sum: row by row the pass has half
+// the speed of a copy.
 template <typename E, int D, int kBlockM>
 __device__ __forceinline__ void store_row_stats(const BwdParams& p, const QueryTile& tile) {
-  constexpr int kLanes = kPassLanes<D>, kRows = kPassThreads / kLanes;
-  const int chunk = threadIdx.x % kLanes, valid = p.problem.head_dim_v - chunk * 8;
-  float* stats = p.row_stats + tile.index * (2 * kBlockM);
+  constexpr int kLanes = kPassLanes<D>, kRows = kPassThreads / kLanes, kCount = kBlockM / kRows;
+  const int chunk = threadIdx.x % kLanes, valid = p.problem.head_dim_v - chunk * 8, first = threadIdx.x / kLanes;
+  float* const stats = p.row_stats + tile.index * (2 * kBlockM) + first;
+  const Span rows = tile.w.q;
+  const auto is_inside = [&](int i) { return tile.w.block * kBlockM + first + i * kRows < rows.length; };
+  uint4 o[kCount] = {}, d[kCount] = {};
+  float lse[kCount], dlse[kCount] = {};
 #pragma unroll
-  for (int i = 0; i < kBlockM / kRows; ++i) {
-    const int in_tile = i * kRows + threadIdx.x / kLanes, row = tile.w.block * kBlockM + in_tile;
-    const bool inside = row < tile.w.q.length;
-    float sum = 0.f;
-    if (inside && valid > 0) {
-      float o[8], d[8];
-      load_8<E>(o, row_pointer(p.out, tile.w.b, tile.w.q.start + row, tile.w.h) + chunk * 8, valid, p.out.aligned);
-      load_8<E>(d, row_pointer(p.dout, tile.w.b, tile.w.q.start + row, tile.w.h) + chunk * 8, valid, p.dout.aligned);
-#pragma unroll
-      for (int c = 0; c < 8; ++c) sum = fmaf(o[c], d[c], sum);
+  for (int i = 0; i < kCount; ++i) {
+    const int row = tile.w.block * kBlockM + first + i * kRows;
+    lse[i] = -INFINITY;
+    if (!is_inside(i)) continue;
+    if (valid > 0) {
+      o[i] = load_8(row_pointer(p.out, tile.w.b, rows.start + row, tile.w.h) + chunk * 8, valid, p.out.aligned);
+      d[i] = load_8(row_pointer(p.dout, tile.w.b, rows.start + row, tile.w.h) + chunk * 8, valid, p.dout.aligned);
     }
-#pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(ptx::kFullWarp, sum, step);
     if (chunk == 0) {
       const int64_t at = row_stat_offset(p.problem, tile.w, tile.w.h) + row;
-      const float lse = inside ? p.lse[at] : -INFINITY;
-      stats[in_tile] = lse < kLowestLse ? -INFINITY : -lse * kLog2e;
-      stats[kBlockM + in_tile] = !inside ? 0.f : p.dlse == nullptr ? -sum : p.dlse[at] - sum;
+      lse[i] = p.lse[at];
+      if (p.dlse != nullptr) dlse[i] = p.dlse[at];
     }
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float sum = dot_8<E>(o[i], d[i]);
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(ptx::kFullWarp, sum, step);
+    if (chunk != 0) continue;
+    stats[i * kRows] = lse[i] < kLowestLse ? -INFINITY : -lse[i] * kLog2e;
+    stats[kBlockM + i * kRows] = dlse[i] - sum;
   }
 }
 
-// Accumulators that the first pass zeroes, words of a pool, and rows of dq that nobody else may write.
+// Accumulators that the first pass zeroes, at a compiled head_dim of 64 it may be those of the first 32 columns, words of a
+// pool, and rows of dq that nobody else may write.
 struct Zeroed {
   int64_t tiles = INT64_MAX;
+  bool half = false;
   uint32_t* words = nullptr;
   int num_words = 0;
   bool dq_rows = false;
@@ -87,7 +97,7 @@ __global__ void __launch_bounds__(kPassThreads)
     zero_rows(p.dq, tile.w.b, tile.w.q.start + warp_row, tile.w.h, min(8, tile.w.q.length - warp_row),
               p.problem.head_dim, threadIdx.x % 32);
   }
-  if (tile.index >= zeroed.tiles) return;
+  if (tile.index >= zeroed.tiles || (zeroed.half && threadIdx.x >= kPassThreads / 2)) return;
   float4* dq = reinterpret_cast<float4*>(p.dq_accum + tile.index * (64 * D));
 #pragma unroll
   for (int i = threadIdx.x; i < 16 * D; i += kPassThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -105,7 +115,7 @@ __global__ void __launch_bounds__(kDqConvertThreads)
 #pragma unroll
   for (int i = 0; i < D / 8; ++i) {
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (!tile.outside) {
+    if (!tile.outside && i / 2 * 16 < p.problem.head_dim) {  // columns that there are
       const int columns = min(64, D - i / 8 * 64);
       x = *reinterpret_cast<const float4*>(p.dq_accum + tile.index * (64 * D) + i / 8 * 4096 + warp * 16 * columns +
                                            i % 8 * 128 + lane * 4);

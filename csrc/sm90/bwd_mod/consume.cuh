@@ -83,7 +83,9 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       return;
     }
     if constexpr (D == 64) {  // at 128 that would spill
-      if (before.block * kM + warp_of() * 16 >= work_of().seq.seqlen_q) return;  // the warp has no row of the sequence
+      // The warp has no row of the sequence, or the warpgroup no column of dq.
+      const bool has_rows = before.block * kM + warp_of() * 16 < work_of().seq.seqlen_q;
+      if (!has_rows || group_of() * 2 * kDqCount >= problem.head_dim) return;
     }
     const int tile = work_of().tile + before.head() * a.plain.tiles_per_head + before.block;
     const int first =
@@ -99,9 +101,9 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     if constexpr (kStoresRows) {
       if (a.dbias.out == nullptr) return;
       const BwdStep before = shared.steps[stage_of(steps() - 1, T::kSteps)];
-      store_gradient_rows<(D > 64)>(a.dbias, work_of().w.b, work_of().first_head + before.head(),
-                                    ds_at(steps() + T::kDsStages - 1), (group_of() * 4 + warp_of()) * 8,
-                                    before.block * kM, work_of().w.block * kN);
+      store_gradient_rows(a.dbias, work_of().w.b, work_of().first_head + before.head(),
+                          ds_at(steps() + T::kDsStages - 1), (group_of() * 4 + warp_of()) * 8, before.block * kM,
+                          work_of().w.block * kN);
     }
   };
   const auto mask_stage = [&] { return stage_of(mask_words, T::kMaskStages); };

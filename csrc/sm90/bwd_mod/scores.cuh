@@ -4,6 +4,7 @@
 // Everything is kept in units of log2 and gathers around -lse, so that an addition costs one fma and the scale none.
 #pragma once
 
+#include "../../common/pieces.cuh"
 #include "mask_words.cuh"
 
 namespace flash_ext::sm90 {
@@ -183,60 +184,45 @@ __device__ __forceinline__ void store_score_gradients(const BiasGradient& g, int
 // Stores eight rows of dS, from row `first` of its tile on, as rows of the gradient of a 16-bit bias that has an entry for
 // each score. `ds`: the tile as store_ds() left it, which begins with query row0 and key col0 of 128.
 //
-// Rows that begin on any two bytes leave by pairs of keys, or key by key: kByPairs. Pairs are fewer bytes on their way to
-// memory, single keys fewer instructions: pairs are faster at head_dim 80, keys at 64.
-template <bool kByPairs>
+// Half a warp has a row, each lane a piece of 16 bytes. Rows that do not begin on 16 bytes leave by the pieces that do in
+// memory, each made of two in shared memory, and key by key before the first and behind the last one. Loads are as many for
+// all lanes and rows: branches would keep those of a row behind the stores of the row before.
 __device__ __forceinline__ void store_gradient_rows(const BiasGradient& g, int b, int h, uint32_t ds, int first,
                                                     int row0, int col0) {
-  constexpr int kRows = 8, kKeys = 128;
+  constexpr int kRows = 8, kKeys = 128, kPieces = kKeys / 8;
   const int lane = ptx::fresh_lane(), rows_left = g.rows - row0 - first, cols = min(g.cols - col0, kKeys);
-  uint16_t* const to =
-      static_cast<uint16_t*>(g.out) + ((static_cast<int64_t>(b) * g.heads + h) * g.rows + row0 + first) * g.cols + col0;
-  const auto piece_at = [&](int row, int piece) {  // of 16 bytes
-    return ds + piece / 8 * (64 * 128) + (first + row) * 128 + ((piece % 8 ^ row) << 4);
+  const int piece = lane % kPieces;
+  uint16_t* const to = static_cast<uint16_t*>(g.out) +
+                       ((static_cast<int64_t>(b) * g.heads + h) * g.rows + row0 + first + lane / kPieces) * g.cols +
+                       col0;
+  const auto row_of = [&](int i) { return 2 * i + lane / kPieces; };
+  const auto load = [&](int i, int piece) {
+    const int row = row_of(i);
+    return ptx::load_shared(ds + piece / 8 * (64 * 128) + (first + row) * 128 + ((piece % 8 ^ row) << 4));
   };
   if (g.cols % 8 == 0) {
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) {
-      const int row = 2 * i + lane / 16, key = lane % 16 * 8;
-      if (row >= rows_left || key >= cols) continue;
-      *reinterpret_cast<float4*>(to + row * static_cast<int64_t>(g.cols) + key) =
-          ptx::load_shared(piece_at(row, key / 8));
+      if (row_of(i) >= rows_left || 8 * piece >= cols) continue;
+      *reinterpret_cast<float4*>(to + 2 * i * static_cast<int64_t>(g.cols) + 8 * piece) = load(i, piece);
     }
     return;
   }
+  const bool is_head = piece < 8;
 #pragma unroll
-  for (int row = 0; row < kRows; ++row) {
-    if (row >= rows_left) break;
-    uint16_t* const out = to + row * static_cast<int64_t>(g.cols);
-    if constexpr (kByPairs) {
-      const auto word_at = [&](int word) { return piece_at(row, word / 4) + word % 4 * 4; };
-      const int odd =
-          static_cast<int>(reinterpret_cast<uintptr_t>(out) / 2 % 2);  // pairs on 4 bytes begin with this key
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int word = 32 * half + lane, key = 2 * word + odd;
-        const uint32_t here = ptx::load_shared_word(word_at(word));
-        const uint32_t next = ptx::load_shared_word(word_at(min(word + 1, kKeys / 2 - 1)));
-        const uint32_t pair = __byte_perm(here, next, odd != 0 ? 0x5432 : 0x3210);
-        if (key + 1 < cols) {
-          *reinterpret_cast<uint32_t*>(out + key) = pair;
-        } else if (key < cols) {
-          out[key] = static_cast<uint16_t>(pair);
-        }
-        if (half == 0 && lane < odd) out[0] = static_cast<uint16_t>(here);
-      }
-    } else {
-      uint16_t keys[kKeys / 32];
-#pragma unroll
-      for (int i = 0; i < kKeys / 32; ++i) {
-        keys[i] = ptx::load_shared_half(piece_at(row, 4 * i + lane / 8) + lane % 8 * 2);
-      }
-#pragma unroll
-      for (int i = 0; i < kKeys / 32; ++i) {
-        if (32 * i + lane < cols) out[32 * i + lane] = keys[i];
-      }
-    }
+  for (int i = 0; i < kRows / 2; ++i) {
+    uint16_t* const out = to + 2 * i * static_cast<int64_t>(g.cols);
+    const int before = static_cast<int>(-(reinterpret_cast<uintptr_t>(out) / 2) & 7), key = before + 8 * piece;
+    const float4 low = load(i, piece), high = load(i, min(piece + 1, kPieces - 1));
+    const uint4 x =
+        shifted_piece(reinterpret_cast<const uint4&>(low), reinterpret_cast<const uint4&>(high), 2 * before);
+    // Seven keys at most at either end. A row that ends before its first piece leaves some of them twice.
+    const uint32_t alone = (is_head ? 0 : before + ((cols - before) & ~7)) + piece % 8, at = alone % kKeys;
+    const uint16_t one = ptx::load_shared_half(ds + at / 64 * (64 * 128) + (first + row_of(i)) * 128 +
+                                               ((at / 8 % 8 ^ row_of(i)) << 4) + at % 8 * 2);
+    const bool is_row = row_of(i) < rows_left;
+    if (is_row && key + 8 <= cols) __stwb(reinterpret_cast<uint4*>(out + key), x);
+    if (is_row && alone < static_cast<uint32_t>(cols) && (!is_head || piece < before)) out[alone] = one;
   }
 }
 

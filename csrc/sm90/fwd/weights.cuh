@@ -127,4 +127,13 @@ __device__ __forceinline__ void weights_by_maximum(const float (&s)[kCount], uin
   }
 }
 
+// Sums of two rows over their quad. Rows are completed both at once: one behind the other are 250 clocks more, which short
+// sequences wait for.
+__device__ __forceinline__ void sum_over_quad(float (&sum)[2], const float (&shares)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) sum[half] = shares[half] + __shfl_xor_sync(ptx::kFullWarp, shares[half], 1);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) sum[half] += __shfl_xor_sync(ptx::kFullWarp, sum[half], 2);
+}
+
 }  // namespace flash_ext::sm90

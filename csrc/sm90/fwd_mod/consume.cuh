@@ -214,6 +214,11 @@ struct MaskedConsumer {
     const int row0 = first_row();
     const bool is_staged = has_bias<T>(a) && !T::kInParts;
     const uint32_t bias = is_staged ? wait_for_bias(0) : 0;
+    [[maybe_unused]] int behind = 0;
+    if constexpr (T::kLoose) {
+      const ModWorkTile& work = work_at(work_tiles);
+      behind = elements_behind(a.m.bias, work.seq.b, work.w.h, row0 + ptx::fresh_lane() / 4);
+    }
 #pragma unroll
     for (int part = 0; part < kN / kPartKeys; ++part) {
       ScorePart& x = part_of(s, part);
@@ -221,8 +226,6 @@ struct MaskedConsumer {
         if constexpr (T::kInParts) {
           const uint32_t place = wait_for_bias(part);
           if constexpr (T::kLoose) {
-            const ModWorkTile& work = work_at(work_tiles);
-            const int behind = elements_behind(a.m.bias, work.seq.b, work.w.h, row0 + ptx::fresh_lane() / 4);
             add_loose_bias<E>(x, scale, place, warp_row(), behind);
           } else {
             add_staged_float_bias<T::kBlockM>(x, scale, place, warp_row());

@@ -65,19 +65,14 @@ __device__ __forceinline__ void load_loose_bias(const BiasView& x, int b, int h,
 template <typename E, int kCount>
 __device__ __forceinline__ void add_loose_bias(float (&s)[kCount], float scale, uint32_t place, int warp_row,
                                                int behind) {
-  const int lane = ptx::fresh_lane(), first = behind + 2 * (lane % 4);
-  const uint32_t at = place + (warp_row + lane / 4) * kLoosePitch + first / 2 * 4;
-  const uint32_t both = behind % 2 == 0 ? 0x3210 : 0x5432;  // of two words the halves that are a pair
+  const int lane = ptx::fresh_lane();
+  const uint32_t at = place + (warp_row + lane / 4) * kLoosePitch + 2 * behind + lane % 4 * 4;
 #pragma unroll
   for (int n = 0; n < kCount / 4; ++n) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t pair_at = at + half * 8 * kLoosePitch + n * 16;
-      const uint32_t words[2] = {ptx::load_shared_word(pair_at), ptx::load_shared_word(pair_at + 4)};
-      const float2 bias = ptx::unpack2<E>(__byte_perm(words[0], words[1], both));
-      float* const pair = &s[4 * n + 2 * half];
-      pair[0] = fmaf(pair[0], scale, bias.x);
-      pair[1] = fmaf(pair[1], scale, bias.y);
+    for (int i = 0; i < 4; ++i) {  // two neighbours of a row, then of the row eight below
+      const uint16_t bits = ptx::load_shared_half(at + i / 2 * 8 * kLoosePitch + n * 16 + i % 2 * 2);
+      s[4 * n + i] = fmaf(s[4 * n + i], scale, ptx::to_float<E>(*reinterpret_cast<const E*>(&bits)));
     }
   }
 }

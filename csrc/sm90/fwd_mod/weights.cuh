@@ -118,28 +118,32 @@ __device__ __forceinline__ void weights_by_maximum_of_exponents(const float (&s)
 __device__ __forceinline__ void finish_mod_rows(const FwdModArgs& a, const ModWorkTile& work, const ModRowState& state,
                                                 int row, int lane, float (&inverse)[2]) {
   const Modifiers& m = a.m;
-  const int64_t stat = row_stat_offset(a.plain.p.problem, work.w, work.w.h);
-  const float sink = work.sink;
+  const float sink = work.sink, unit = m.unit_log2 * kLn2;
+  float sum[2], lse[2];
+  sum_over_quad(sum, state.sum);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float sum = state.sum[half];
-    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
-    sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
-    const float largest = state.max[half];
-    const bool unseen = largest == -INFINITY, empty = unseen && sum == 0.f;
-    float lse = empty ? -INFINITY : (unseen ? 0.f : largest) * (m.unit_log2 * kLn2) + logf(sum);
-    inverse[half] = empty ? 0.f : m.keep_scale / sum;
-    if (sink != -INFINITY) {
-      // Both denominators, e^lse and e^sink, over the larger of the two.
-      const float top = fmaxf(lse, sink);
-      const float share = ptx::ex2((lse - top) * kLog2e), both = share + ptx::ex2((sink - top) * kLog2e);
-      lse = top + logf(both);
-      inverse[half] *= share / both;
+    const bool unseen = state.max[half] == -INFINITY, empty = unseen && sum[half] == 0.f;
+    lse[half] = (unseen ? 0.f : state.max[half]) * unit + logf(sum[half]);
+    inverse[half] = m.keep_scale * ptx::reciprocal(empty ? INFINITY : sum[half]);
+  }
+  if (sink != -INFINITY) {
+    // Both denominators, e^lse and e^sink, over the larger of the two.
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float top = fmaxf(lse[half], sink);
+      const float share = ptx::ex2((lse[half] - top) * kLog2e), both = share + ptx::ex2((sink - top) * kLog2e);
+      lse[half] = top + logf(both);
+      inverse[half] *= share * ptx::reciprocal(both);
     }
-    if (lane % 4 == 0 && row + 8 * half < work.w.q.length) {
-      if (a.plain.p.lse != nullptr) a.plain.p.lse[stat + row + 8 * half] = lse;
-      if (m.row_max != nullptr) m.row_max[stat + row + 8 * half] = largest * (m.unit_log2 * kLn2);
-    }
+  }
+  if (lane % 4 != 0) return;
+  const int64_t stat = row_stat_offset(a.plain.p.problem, work.w, work.w.h) + row;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + 8 * half >= work.w.q.length) continue;
+    if (a.plain.p.lse != nullptr) a.plain.p.lse[stat + 8 * half] = lse[half];
+    if (m.row_max != nullptr) m.row_max[stat + 8 * half] = state.max[half] * unit;
   }
 }
 

@@ -82,47 +82,60 @@ __global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
       const uint32_t rows = Tile::by_rows(smem_q, ptx::fresh_lane()) + row0() * Tile::kRowBytes;
       short_scores<T>(acc_s, ScoreMod{x, m, seq, at.h}, rows, Tile::by_cols(smem_q + kTile, ptx::fresh_lane()), bias,
                       [](int, int, const float (&)[4]) {});
-      float inverse[2];
+      // Both rows of a lane at once: one behind the other, with branches between, they wait for twice the latencies.
+      const auto over_quad = [](float (&x)[2], auto&& both) {
+#pragma unroll
+        for (int step = 1; step <= 2; step *= 2) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) x[half] = both(x[half], __shfl_xor_sync(ptx::kFullWarp, x[half], step));
+        }
+      };
+      float top[2] = {-INFINITY, -INFINITY}, sum[2] = {}, lse[2], inverse[2];
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) top[i / 2] = fmaxf(top[i / 2], acc_s[0][n][i]);
+      }
+      over_quad(top, [](float x, float y) { return fmaxf(x, y); });
+      // The maximum is subtracted first: the product with log2(e) of a mask made of finfo.min is not finite.
+      const float shift[2] = {top[0] == -INFINITY ? 0.f : top[0], top[1] == -INFINITY ? 0.f : top[1]};
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& s = acc_s[0][n][i];
+          s = ptx::ex2((s - shift[i / 2]) * m.unit_log2);
+          sum[i / 2] += s;
+        }
+      }
+      over_quad(sum, [](float x, float y) { return x + y; });
+      const float unit = m.has_score_mod ? 1.f : x.softmax_scale * x.score_factor;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float top = -INFINITY, sum = 0.f;
+        const bool unseen = top[half] == -INFINITY, empty = unseen && sum[half] == 0.f;  // not a row of NaN
+        top[half] = unseen ? top[half] : top[half] * unit;  // in natural units
+        lse[half] = top[half] + logf(sum[half]);
+        inverse[half] = m.keep_scale * ptx::reciprocal(empty ? INFINITY : sum[half]);
+      }
+      const float sink = m.sinks == nullptr ? -INFINITY : m.sinks[at.h];
+      if (sink != -INFINITY) {
+        // Both denominators, e^lse and e^sink, over the larger of the two.
 #pragma unroll
-        for (int n = 0; n < kBlocks; ++n) top = fmaxf(top, fmaxf(acc_s[0][n][2 * half], acc_s[0][n][2 * half + 1]));
-        top = fmaxf(top, __shfl_xor_sync(ptx::kFullWarp, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(ptx::kFullWarp, top, 2));
-        // The maximum is subtracted first: the product with log2(e) of a mask made of finfo.min is not finite.
-        const float shift = top == -INFINITY ? 0.f : top;
-#pragma unroll
-        for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& s = acc_s[0][n][2 * half + i];
-            s = ptx::ex2((s - shift) * m.unit_log2);
-            sum += s;
-          }
+        for (int half = 0; half < 2; ++half) {
+          const float larger = fmaxf(lse[half], sink);
+          const float share = ptx::ex2((lse[half] - larger) * kLog2e), all = share + ptx::ex2((sink - larger) * kLog2e);
+          lse[half] = larger + logf(all);
+          inverse[half] *= share * ptx::reciprocal(all);
         }
-        sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
-        sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
-        // In natural units.
-        const float highest = top * (m.has_score_mod ? 1.f : x.softmax_scale * x.score_factor);
-        const bool empty = top == -INFINITY && sum == 0.f;  // not a row of NaN
-        float lse = empty ? -INFINITY : highest + logf(sum);
-        inverse[half] = empty ? 0.f : 1.f / sum;
-        if (m.sinks != nullptr) {
-          // Both denominators, e^lse and e^sink, over the larger of the two.
-          const float sink = m.sinks[at.h], larger = fmaxf(lse, sink);
-          if (sink != -INFINITY) {
-            const float share = ptx::ex2((lse - larger) * kLog2e), all = share + ptx::ex2((sink - larger) * kLog2e);
-            lse = larger + logf(all);
-            inverse[half] *= share / all;
-          }
-        }
-        inverse[half] *= m.keep_scale;
-        const int row = row0() + half * 8 + ptx::fresh_lane() / 4;
-        if (ptx::fresh_lane() % 4 == 0 && row < x.seqlen_q) {
-          const int64_t stat = (static_cast<int64_t>(at.b) * x.num_heads + at.h) * x.seqlen_q + row;
-          if (p.lse != nullptr) p.lse[stat] = lse;
-          if (m.row_max != nullptr) m.row_max[stat] = top == -INFINITY ? top : highest;
+      }
+      const int row = row0() + ptx::fresh_lane() / 4;
+      if (ptx::fresh_lane() % 4 == 0) {
+        const int64_t stat = (static_cast<int64_t>(at.b) * x.num_heads + at.h) * x.seqlen_q + row;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (row + 8 * half >= x.seqlen_q) continue;
+          if (p.lse != nullptr) p.lse[stat + 8 * half] = lse[half];
+          if (m.row_max != nullptr) m.row_max[stat + 8 * half] = top[half];
         }
       }
       if (m.rng != nullptr) drop<false, false>(acc_s, m, row0(), 0, drop_keys);

@@ -54,7 +54,7 @@ struct PlainNumbers {
   __device__ __forceinline__ void store_rows(const Args& a, const FwdMaps& maps, const Work& w, const RowState& state,
                                              const Output& o, int row, uint32_t staging, int warp_row, int lane) const {
     float inverse[2];
-    finish_rows(a, w, state, row, lane, inverse);
+    finish_rows<(T::kHeadDim <= 128)>(a, w, state, row, lane, inverse);
     store_staged<T>(a, maps, w, o, inverse, staging, warp_row, lane);
   }
 };

@@ -102,7 +102,7 @@ struct Fp8Numbers {
                                              const RowState& state, Output& o, int row, uint32_t staging, int warp_row,
                                              int lane) const {
     float inverse[2];
-    finish_rows(a, w, state, row, lane, inverse);
+    finish_rows<(T::kHeadDim <= 128)>(a, w, state, row, lane, inverse);
     put_back_row_offset(a, w, state, row, lane);
     finish_output<T>(a, w, static_cast<int>(divide(w.h, a.grid.shared)), o, inverse, lane);
     join_sink(a, w, row, lane, o);

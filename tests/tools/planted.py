@@ -113,11 +113,11 @@ MUTANTS = (
              "+ h * x.head_stride);"),), "sizes"),
     Mutant(1001, "M10 dout read with the strides of out",
            "rowsum(dO * O) takes strides and alignment of dO from O", (
+        Edit("passes/bwd_passes.cuh", "    sum = dot_8<E>(",
+             "    StridedView like_out = p.out;\n    like_out.ptr = p.dout.ptr;\n    sum = dot_8<E>("),
         Edit("passes/bwd_passes.cuh",
-             "load_8<E>(d, row_pointer(p.dout, r.b, r.row, r.h) + chunk * 8, valid, p.dout.aligned);",
-             "StridedView like_out = p.out;\n    like_out.ptr = p.dout.ptr;\n"
-             "    load_8<E>(d, row_pointer(like_out, r.b, r.row, r.h) + chunk * 8, valid, "
-             "p.out.aligned);"),), "layout"),
+             "load_8(row_pointer(p.dout, r.b, r.row, r.h) + chunk * 8, valid, p.dout.aligned)",
+             "load_8(row_pointer(like_out, r.b, r.row, r.h) + chunk * 8, valid, p.out.aligned)")), "layout"),
     Mutant(1101, "M11 lse in base 2", "the logarithm of the sum is taken to base 2", (
         Edit("common/softmax.cuh", "+ logf(row_sum[r]);", "+ log2f(row_sum[r]);"),)),
     Mutant(1401, "M14 tail of V not zero-filled",
@@ -227,11 +227,12 @@ MUTANTS = (
     Mutant(1002, "M10 dout read with the strides of out (Hopper)",
            "rowsum(dO * O) takes strides and alignment of dO from O", (
         Edit("sm90/bwd/passes.cuh",
-             "      load_8<E>(d, row_pointer(p.dout, tile.w.b,",
+             "      d[i] = load_8(row_pointer(p.dout, tile.w.b,",
              "      StridedView like_out = p.out;\n      like_out.ptr = p.dout.ptr;\n"
-             "      load_8<E>(d, row_pointer(like_out, tile.w.b,"),), "layout"),
+             "      d[i] = load_8(row_pointer(like_out, tile.w.b,"),), "layout"),
     Mutant(1102, "M11 lse in base 2 (Hopper)", "the logarithm of the sum is taken to base 2", (
-        Edit("sm90/fwd/store.cuh", "logf(sum) - state.minus_max", "log2f(sum) - state.minus_max"),)),
+        Edit("sm90/fwd/store.cuh", "= logf(sum[half]) - state.minus_max",
+             "= log2f(sum[half]) - state.minus_max"),)),
     Mutant(1501, "M15 turns not awaited",
            "in the deterministic mode blocks of keys add to dQ on Hopper whenever they get there", (
         Edit("sm90/bwd/dq_semaphore.cuh", "while (__any_sync(ptx::kFullWarp, (seen & ~kFirst) != block)) {",
@@ -246,5 +247,5 @@ MUTANTS = (
         Edit("sm90/fwd/produce.cuh", "static_cast<int>(divide(work.w.h, a.grid.shared));",
              "work.w.h % p.num_heads_k;"),), "layout"),
     Mutant(2502, "gradient of lse dropped (Hopper)", "dlse is not subtracted from rowsum(dO * O)", (
-        Edit("sm90/bwd/passes.cuh", "p.dlse == nullptr ? -sum : p.dlse[at] - sum", "-sum"),), "autograd"),
+        Edit("sm90/bwd/passes.cuh", "= dlse[i] - sum;", "= -sum;"),), "autograd"),
 )  # fmt: skip

@@ -230,7 +230,6 @@ constexpr NamedModifier kNamedModifiers[] = {
     {"bias", nullptr, true},
     {"full_bias", nullptr, true},
     {"float_bias", nullptr, true},
-    {"key_bias", nullptr, true},
     {"relative", nullptr, true},
     {"dropout", [](Modifiers& m) { m.rng = something<int64_t>(), m.drop_below = 6554; }},
     {"mask", [](Modifiers& m) { m.mask.words = something<uint32_t>(), m.mask.row_stride = 1; }},
@@ -246,29 +245,24 @@ constexpr NamedModifier kNamedModifiers[] = {
     {"tree", [](Modifiers& m) { m.tree = something<uint64_t>(); }, false, NamedModifier::kWithCache},
 };
 
-// (1, num_heads, seqlen_q, seqlen_k), rows on 16 bytes; full: (batch, ...), rows side by side; float: in fp32; key: (batch,
-// num_heads, 1, seqlen_k).
-void put_bias(Modifiers& m, BiasGradient& dbias, const Problem& p, std::string_view kind) {
-  const bool has_one_row = kind.starts_with("key"), is_full = kind.starts_with("full") || has_one_row;
-  const bool is_float = kind.starts_with("float");
+// (1, num_heads, seqlen_q, seqlen_k), rows on 16 bytes; full: (batch, ...), rows side by side; float: in fp32.
+void put_bias(Modifiers& m, BiasGradient& dbias, const Problem& p, bool is_full, bool is_float) {
   BiasView& b = m.bias;
   b.ptr = something<int64_t>();
   b.rows = p.is_varlen() ? static_cast<int32_t>(p.total_q) : p.seqlen_q;
   b.cols = p.is_varlen() ? static_cast<int32_t>(p.total_k) : p.seqlen_k;
   b.row_stride = is_full ? b.cols : (b.cols + 7) / 8 * 8;
   b.col_stride = 1;
-  b.head_stride = b.row_stride * (has_one_row ? 1 : b.rows);
-  if (has_one_row) b.row_stride = 0;
+  b.head_stride = b.row_stride * b.rows;
   if (is_full && p.batch > 1) b.batch_stride = b.head_stride * p.num_heads;
   b.is_float = is_float;
-  b.aligned = (has_one_row ? b.head_stride : b.row_stride) % 8 == 0;
+  b.aligned = b.row_stride % 8 == 0;
   b.staged = b.aligned && !is_float;
   b.is_unaligned = !b.aligned;
   b.has_room = true;
   dbias.batch = is_full ? p.batch : 1;
   dbias.heads = p.num_heads;
-  dbias.rows = has_one_row ? 1 : b.rows;
-  dbias.sum_rows = has_one_row;
+  dbias.rows = b.rows;
   dbias.cols = b.cols;
   dbias.is_float = is_float;
 }
@@ -308,7 +302,7 @@ NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Prob
     } else if (kind == "relative") {
       put_table(m, dbias, p);
     } else {
-      put_bias(m, dbias, p, kind);
+      put_bias(m, dbias, p, kind.starts_with("full"), kind.starts_with("float"));
     }
     if (!wants) continue;
     if (kind == "alibi") {

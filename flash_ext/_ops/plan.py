@@ -72,9 +72,8 @@ def plan(text: str) -> dict[str, Any]:
             head_dim=D/Dv, window=LEFT/RIGHT (one number for both); gpu=CAPABILITY/MULTIPROCESSORS, by default
             GPU 0, or an H200 where there is none; "sm90", "sm80" and constraints as ``backend=`` of
             :func:`flash_ext.attention` takes them, as row=NAME or kv_splits=N; and modifiers: softcap, alibi,
-            bias (1, heads, Q, K), full_bias (batch, heads, Q, K), float_bias (in fp32), key_bias (batch,
-            heads, 1, K), relative, dropout, mask, key_padding, blocks, documents, hidden_rows, hidden_keys,
-            chunk, prefix, sink_tokens, sinks;
+            bias (1, heads, Q, K), full_bias (batch, heads, Q, K), float_bias (in fp32), relative, dropout,
+            mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks;
             or "fp8" or "mixed" alone, for :func:`flash_ext.fp8.attention_fp8`.
             Backwards: alibi, the biases, relative and sinks followed by _gradient want that gradient as well;
             "without_qkv" wants no others.

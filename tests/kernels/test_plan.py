@@ -91,24 +91,6 @@ def test_the_gradient_of_a_table_by_distance(gpu: str) -> None:
     assert long["workspace"]["dbias_partials"] % (4 * 8 * 257) == 0
 
 
-def test_the_gradient_of_a_bias_that_rows_share() -> None:
-    """Beside dk in dense Hopper calls, 4 bytes a key, head and batch entry.
-
-    Packed, where that would grow with sequences times the longest, and deterministic, by a kernel of its own:
-    at most 32 parts of the result.
-    """
-    shape = "bwd batch=4 heads=8 key_bias_gradient"
-    dense, packed, ordered = (
-        planned.plan(f"{shape} {more} gpu=9.0/132") for more in ("seqlen=512", "seqlen=512 packed",
-                                                                 "seqlen=512 deterministic")
-    )  # fmt: skip
-    names = [[launch["kernel"] for launch in found["launches"]] for found in (dense, packed, ordered)]
-    assert [any("bwd_bias" in name for name in of_call) for of_call in names] == [False, True, True]
-    assert dense["workspace"]["dbias_partials"] == 4 * 4 * 8 * 512 * dense["q_splits"]
-    for found, keys in ((packed, 4 * 512), (ordered, 512)):
-        assert found["workspace"].get("dbias_partials", 0) <= 32 * 4 * 4 * 8 * keys
-
-
 @pytest.mark.parametrize(
     ("call", "is_copied"),
     [

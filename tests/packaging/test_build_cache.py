@@ -62,7 +62,8 @@ SOURCES = {
 class Machine:
     """Stub compilers, a torch, a store, and folders with sources to build."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, installed: bool = False) -> None:
+        """`installed`: another process has written the compilers of this folder, and may be running them."""
         self.folder, self.monkeypatch, self.store = folder, monkeypatch, folder / "store"
         self.torch = environment.TorchInstall(folder / "torch", "2.13.0", None, None)
         for name in (
@@ -76,17 +77,22 @@ class Machine:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("FLASH_EXT_CACHE", str(self.store))
         monkeypatch.setattr(progress, "PATIENCE", 60)
-        self.install("toolkit")
-        self.says("1")
+        self.toolkit = self.toolkit_of("toolkit")
+        if not installed:
+            self.install("toolkit")
+            self.says("1")
+
+    def toolkit_of(self, name: str) -> environment.Toolkit:
+        home = self.folder / name
+        return environment.Toolkit(home, "13.0", home / "libcudart_static.a")
 
     def install(self, name: str, pause: float = 0.0) -> None:
-        home = self.folder / name
+        self.toolkit = self.toolkit_of(name)
         text = COMPILER.format(python=sys.executable, folder=str(self.folder), pause=pause)
-        for path in (home / "bin" / "nvcc", self.folder / "g++"):
+        for path in (self.folder / name / "bin" / "nvcc", self.folder / "g++"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
             path.chmod(0o755)
-        self.toolkit = environment.Toolkit(home, "13.0", home / "libcudart_static.a")
 
     def says(self, version: str) -> None:
         (self.folder / "version").write_text(version)
@@ -111,7 +117,11 @@ class Machine:
         log = self.folder / "compiled"
         log.unlink(missing_ok=True)
         module = kernels_build.build_extension("0")
-        return set(log.read_text().split()) if log.exists() else set(), module.read_text()
+        try:
+            compiled = set(log.read_text().split())
+        except FileNotFoundError:  # nothing was compiled, or a build beside this one begins its own list
+            compiled = set()
+        return compiled, module.read_text()
 
 
 @pytest.fixture
@@ -212,7 +222,8 @@ def test_two_builds_at_once(machine):
         "import sys; sys.path[:0] = [{here!r}, {csrc!r}]; from pathlib import Path; import pytest\n"
         "from tests.packaging.test_build_cache import Machine\n"
         "with pytest.MonkeyPatch.context() as patch:\n"
-        "    machine = Machine(Path({folder!r}), patch); print(machine.build(Path({root!r}))[1])\n"
+        "    machine = Machine(Path({folder!r}), patch, installed=True)\n"
+        "    print(machine.build(Path({root!r}))[1])\n"
     )
     both = [
         subprocess.Popen(

@@ -26,6 +26,7 @@ from flash_ext import _log as log
 from flash_ext import _sdpa_override as sdpa_override
 from flash_ext._ops.library import _C
 from tests.integrations.test_sdpa_override import is_on, untouched
+from tests.kept import compiled
 from tests.qkv import make_qkv, null_kernels
 
 __all__ = ["untouched"]  # a fixture
@@ -329,8 +330,8 @@ def test_calls_of_operators_that_come_and_go(tmp_path: Path) -> None:
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     options = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", *includes, *libraries]
-    built = ["stock.cpp", "-o", "stock.so", "-ltorch", "-ltorch_cpu", "-lc10"]
-    subprocess.run([compiler, *options, *built], cwd=tmp_path, check=True)
+    command = [compiler, *options, str(tmp_path / "stock.cpp"), "-ltorch", "-ltorch_cpu", "-lc10"]
+    assert compiled(command, tmp_path / "stock.so").returncode == 0
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", BESIDE_STOCK, str(tmp_path / "stock.so")],
         capture_output=True, text=True, check=False, timeout=240,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from examples.ladder import native
+from tests.kept import compiled
 from tests.kernels.test_emulation import EMULATION, copy_sources
 from tests.sources import ROOT, replace_in
 
@@ -64,8 +65,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # -O1: without it a run takes minutes. Fibers jump between stacks, which _FORTIFY_SOURCE takes for an
     # error.
     command = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}", f"-I{folder}"]
-    command += [str(EMULATION / "ladder.cpp"), "-o", str(folder / "ladder")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = compiled([*command, str(EMULATION / "ladder.cpp")], folder / "ladder")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder / "ladder"
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from flash_ext._cpu import fp8
+from tests.kept import compiled
 from tests.kernels.test_emulation import EMULATION, copy_sources
 from tests.sources import ROOT, replace_in
 
@@ -38,12 +39,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     built = folder / "fp8_passes"
     command = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}"]
-    done = subprocess.run(
-        [*command, str(EMULATION / "fp8_passes.cpp"), "-o", str(built)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = compiled([*command, str(EMULATION / "fp8_passes.cpp")], built)
     assert done.returncode == 0, done.stderr[-4000:]
     return built
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kept import compiled
 from tests.sources import ROOT, replace_in
 
 pytestmark = pytest.mark.xdist_group("emulation")  # one builds the programs
@@ -135,10 +136,10 @@ def build(folder: Path, name: str) -> Path:
     # Fibers jump between stacks, which the checks of _FORTIFY_SOURCE take for an error.
     plan = sorted((csrc / "plan").glob("*.cpp")) if name == "fwd_cached" else []
     command = [
-        "g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}", str(EMULATION / f"{name}.cpp"), *plan,
-        "-o", str(program),
+        "g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}", str(EMULATION / f"{name}.cpp"),
+        *map(str, plan),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = compiled(command, program)
     assert done.returncode == 0, done.stderr[-4000:]
     return program
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ import torch
 import flash_ext
 from flash_ext._ops import library as ops
 from tests.built import disassemblers, module_file
+from tests.kept import kept
 from tests.sources import ROOT
 
 sys.path.insert(0, str(ROOT / "csrc"))
@@ -124,32 +126,38 @@ def machine_code() -> dict[tuple[str, str], collections.Counter]:
     tools = disassemblers()
     if tools is None:
         pytest.skip("no cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
-    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
-    with ThreadPoolExecutor() as pool:  # the disassembler takes most of the time, 12 s an architecture
-        parts = list(pool.map(lambda arch: opcodes_of(arch, environment), ARCHS))
-    return {key: opcodes for part in parts for key, opcodes in part.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [tools / "cuobjdump", "-xelf", "all", module_file()], cwd=folder, check=True, capture_output=True
+        )
+        cubins = [(path, arch) for arch in ARCHS for path in Path(folder).glob(f"*.{arch}.cubin")]
+        with ThreadPoolExecutor() as pool:
+            parts = list(pool.map(lambda item: opcodes_of(item[0], tools / "nvdisasm"), cubins))
+    return {
+        (arch, kernel): ops
+        for (_, arch), part in zip(cubins, parts, strict=True)
+        for kernel, ops in part.items()
+    }
 
 
-def opcodes_of(wanted: str, environment: dict[str, str]) -> dict[tuple[str, str], collections.Counter]:
-    """What the module holds for one architecture."""
-    found: dict[tuple[str, str], collections.Counter] = {}
-    arch, opcodes = "", collections.Counter()
+def opcodes_of(cubin: Path, nvdisasm: Path) -> dict[str, collections.Counter]:
+    """Of each kernel of a file, of which 2 MB take the disassembler three seconds."""
     opcode = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
-    with subprocess.Popen(
-        ["cuobjdump", "-sass", "-arch", wanted, str(module_file())],
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-    ) as listing:
-        for line in listing.stdout:
-            if "arch = " in line:
-                arch = line.split("=")[1].strip()
-            elif "Function :" in line:
-                opcodes = found[arch, line.split(":")[1].strip()] = collections.Counter()
-            elif match := opcode.match(line):
-                opcodes[match.group(1)] += 1
-    assert listing.returncode == 0
-    return found
+
+    def make() -> bytes:
+        found: dict[str, collections.Counter] = {}
+        with subprocess.Popen([nvdisasm, "-c", "-ndf", cubin], text=True, stdout=subprocess.PIPE) as listing:
+            for line in listing.stdout:
+                if line.startswith("//---") and ".text." in line:
+                    opcodes = found[line.split(".text.")[1].split()[0]] = collections.Counter()
+                elif match := opcode.match(line):
+                    opcodes[match.group(1)] += 1
+        assert listing.returncode == 0
+        return json.dumps(found).encode()
+
+    version = subprocess.run([nvdisasm, "--version"], check=True, capture_output=True).stdout
+    kernels = json.loads(kept("opcodes 1", [version, cubin.read_bytes()], make))
+    return {kernel: collections.Counter(opcodes) for kernel, opcodes in kernels.items()}
 
 
 def kernel_id(name: str) -> tuple[str, str | None, int | None, int | None]:

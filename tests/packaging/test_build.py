@@ -134,14 +134,14 @@ def machine_code() -> dict[tuple[str, str], collections.Counter]:
         with ThreadPoolExecutor() as pool:
             parts = list(pool.map(lambda item: opcodes_of(item[0], tools / "nvdisasm"), cubins))
     return {
-        (arch, kernel): ops
+        (arch, kernel): opcodes
         for (_, arch), part in zip(cubins, parts, strict=True)
-        for kernel, ops in part.items()
+        for kernel, opcodes in part.items()
     }
 
 
 def opcodes_of(cubin: Path, nvdisasm: Path) -> dict[str, collections.Counter]:
-    """Of each kernel of a file, of which 2 MB take the disassembler three seconds."""
+    """Those of each kernel in a file. The disassembler takes 3 s for 2 MB, so they are kept."""
     opcode = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
 
     def make() -> bytes:

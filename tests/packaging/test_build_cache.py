@@ -77,19 +77,21 @@ class Machine:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("FLASH_EXT_CACHE", str(self.store))
         monkeypatch.setattr(progress, "PATIENCE", 60)
-        self.toolkit = self.toolkit_of("toolkit")
-        if not installed:
+        if installed:
+            self.choose("toolkit")
+        else:
             self.install("toolkit")
             self.says("1")
 
-    def toolkit_of(self, name: str) -> environment.Toolkit:
+    def choose(self, name: str) -> Path:
         home = self.folder / name
-        return environment.Toolkit(home, "13.0", home / "libcudart_static.a")
+        self.toolkit = environment.Toolkit(home, "13.0", home / "libcudart_static.a")
+        return home
 
     def install(self, name: str, pause: float = 0.0) -> None:
-        self.toolkit = self.toolkit_of(name)
+        home = self.choose(name)
         text = COMPILER.format(python=sys.executable, folder=str(self.folder), pause=pause)
-        for path in (self.folder / name / "bin" / "nvcc", self.folder / "g++"):
+        for path in (home / "bin" / "nvcc", self.folder / "g++"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
             path.chmod(0o755)

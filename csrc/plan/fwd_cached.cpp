@@ -20,14 +20,18 @@ int packed_dim(const Problem& p) {
   const int x = std::max(p.head_dim, p.head_dim_v);
   return x <= 64 ? 64 : x <= 128 ? 128 : 256;
 }
-sm90::FwdTile packed_tile(const Problem& p) {
-  return sm90::fwd_tile(packed_dim(p), packed_dim(p), packed_dim(p) <= 128);
+// With other rows a sequence would be added up in another order in the batch-invariant mode.
+bool shares_keys(const Problem& p, Dev d, int64_t rows) {
+  return rows <= 64 && sm90::can_share_keys(packed_dim(p)) && !d.batch_invariant;
+}
+sm90::FwdTile packed_tile(const Problem& p, Dev d, int64_t rows) {
+  return sm90::packed_tile(packed_dim(p), shares_keys(p, d, rows));
 }
 
 // Rows of such a tile that are used: those of whole queries.
-int packed_rows(const Problem& p) {
+int packed_rows(const Problem& p, Dev d, int64_t rows) {
   const int group = p.num_heads / p.num_heads_k;
-  return packed_tile(p).block_m() / group * group;
+  return packed_tile(p, d, rows).block_m() / group * group;
 }
 
 // A sequence of more has its keys in one part. Tiles of one head, which 16-bit caches have for those, are no other kernel's
@@ -41,7 +45,8 @@ int64_t most_packed_rows(const Problem& p) {
 int64_t packed_row_tiles(Req r, Dev d, int64_t rows) {
   constexpr int kWaves = 4;
   const Problem& x = r.problem;
-  const auto tiles = [&](int64_t n) { return (n + packed_rows(x) - 1) / packed_rows(x); };
+  const int of_tile = packed_rows(x, d, rows);
+  const auto tiles = [&](int64_t n) { return (n + of_tile - 1) / of_tile; };
   if (rows <= most_packed_rows(x)) return tiles(rows);
   const int64_t items = std::max<int64_t>(1, int64_t{1} * x.batch * x.num_heads_k);
   return std::min(tiles(rows), std::max(tiles(most_packed_rows(x)), (kWaves * d.num_sms + items - 1) / items));
@@ -85,7 +90,7 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wid
     const int model_rows = packed ? 16 : t.rows;
     const double weight = (x.head_dim + x.head_dim_v) * t.element_bytes / 512.,
                  bytes = 4. * static_cast<double>(c.part_rows) * x.head_dim_v;
-    const int64_t row_tiles = packed ? (rows + packed_rows(x) - 1) / packed_rows(x) : 1;
+    const int64_t row_tiles = packed ? (rows + packed_rows(x, d, rows) - 1) / packed_rows(x, d, rows) : 1;
     const int64_t items = std::max<int64_t>(1, int64_t{1} * x.batch * x.num_heads_k * row_tiles);
     const int sms = std::max(1, d.num_sms);
     int64_t splits = best_parts(items, (keys + 63) / 64, model_rows, weight, bytes, sms, ctas_per_sm).parts;
@@ -105,8 +110,8 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wid
     c.least_keys = kLeastKeys;
   }
   if (wide == Wide::kPacked) {
-    c.tile_rows = packed_rows(x);
-    c.block_n = packed_tile(x).block_n;
+    c.tile_rows = packed_rows(x, d, rows);
+    c.block_n = packed_tile(x, d, rows).block_n;
     c.scaled_maxima = true;
     // A part has no stretches of keys.
     c.splits =
@@ -199,11 +204,11 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
     const int dim = packed_dim(x);
     const int64_t row_tiles = packed_row_tiles(r, d, rows);
     const int64_t tiles = slots * x.num_heads_k * c.splits * row_tiles;
-    const sm90::FwdTile t = packed_tile(x);
+    const sm90::FwdTile t = packed_tile(x, d, rows);
     Launch& l = p.push(main_of(KernelId::kFwdPacked90, dim, dim, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
-                               t.smem_bytes(dim, dim), tiles, d.num_sms));
+                               sm90::packed_smem_bytes(dim, t.shares_keys), tiles, d.num_sms));
     if (quantized) {
-      const sm90::ConvertedTile converted = sm90::converted_tile(dim);
+      const sm90::ConvertedTile converted = sm90::converted_tile(dim, t.shares_keys);
       l.kernel = KernelId::kFwdPackedQuantized90;
       l.stages = converted.raw_stages / 2, l.threads = converted.threads(), l.smem_bytes = converted.smem_bytes(dim);
     }
@@ -243,7 +248,7 @@ static bool supports_packed_tiles(Req r, Dev d) {
   const Problem& x = r.problem;
   const int64_t rows = cached_rows(r);
   if (!supports_tma_pieces(r) || rows <= kNarrowRows) return false;
-  if (x.num_heads / x.num_heads_k > packed_tile(x).block_m()) return false;
+  if (x.num_heads / x.num_heads_k > packed_tile(x, d, rows).block_m()) return false;
   const int64_t tiles = (int64_t{2} + x.batch) * x.num_heads_k * packed_row_tiles(r, d, rows);
   return tiles <= INT32_MAX / kMaxSplits && r.cache->max_keys <= int64_t{kMaxSplits} * sm90::kStretches.above;
 }

@@ -66,16 +66,19 @@ template <typename T>
 __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps& maps, uint32_t smem,
                                         const typename T::Tile* work_tiles, Barriers<T> bars, int group) {
   using Numbers = typename T::Numbers;
-  constexpr int Dv = T::kHeadDimV, kN = T::kBlockN, kWords = Numbers::kWords;
+  constexpr int Dv = T::kHeadDimV, kN = T::kKeys, kWords = Numbers::kWords;
   constexpr int kNarrow = T::kNarrow;
+  constexpr bool kSharesKeys = kN < T::kBlockN;
   constexpr int kPingpongThreads = 256;  // of the warpgroup whose turn it is and of the one before
   const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
   // Of two warpgroups the second one has the first rows: the other one, whose turn is the first, may have few rows, and then
   // goes on to the next tile sooner. Of three that is slower: docs/benchmarks.md.
-  const int rows_at = T::kConsumers == 2 ? 1 - group : group;  // in 64 rows
+  const int rows_at = kSharesKeys ? 0 : T::kConsumers == 2 ? 1 - group : group;  // in 64 rows
+  const int own_keys = kSharesKeys ? group * kN : 0;  // where they begin in a tile
   const int warp_row = rows_at * 64 + warp * 16, row_in_tile = warp_row + lane / 4;
   const uint32_t q_base = descriptor_low(smem + T::kQAt + rows_at * 64 * 128, 16);
-  const uint32_t k_base = descriptor_low(smem, 16), v_base = descriptor_low(smem, Numbers::kVChunkBytes);
+  const uint32_t k_base = descriptor_low(smem + own_keys * 128, 16);
+  const uint32_t v_base = descriptor_low(smem + own_keys * 128, Numbers::kVChunkBytes);
 
   float o[Dv / 2], s[kN / 2];
   uint32_t weights[kWords];
@@ -117,8 +120,8 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     seen_end = seen.end;
     const int whole_lo = max(0, last_row + mod.shift() - a.p.problem.reach_left);
     const int whole_hi = min(work.w.k.length, first_row + mod.shift() + a.p.problem.reach_right + 1);
-    whole_begin = (whole_lo + kN - 1) / kN;
-    whole_end = a.p.problem.score_factor == 1.f ? max(whole_hi, 0) / kN : 0;
+    whole_begin = (whole_lo + T::kBlockN - 1) / T::kBlockN;
+    whole_end = a.p.problem.score_factor == 1.f ? max(whole_hi, 0) / T::kBlockN : 0;
     numbers.begin_work(a, work);
     return true;
   };
@@ -151,7 +154,7 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     if (tile >= whole_begin && tile < whole_end) return;
     const WorkTile& work = work_tiles[(count - 1) % T::kWorkStages];
     const AttnMod mod{a.p.problem, work.w.q.length, work.w.k.length};
-    const int first_col = tile * kN + (lane % 4) * 2;
+    const int first_col = tile * T::kBlockN + own_keys + (lane % 4) * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const VisibleKeys keys = mod.visible(query_of<T>(a, work, row_in_tile + 8 * half));
@@ -206,6 +209,9 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const auto& work = work_tiles[work_at];
     const Work& w = work.w;
     auto& result = numbers.result(o);
+    if constexpr (kSharesKeys) {
+      if (!join_halves<T>(smem, group, result, state)) return;
+    }
     if constexpr (T::kPacked) return store_packed<T>(a, work, result, state, row_in_tile, lane);
     if constexpr (T::kParts && !T::kPacked)
       return store_part<T>(a, work, result, state, w.block * T::kBlockM + row_in_tile, lane);

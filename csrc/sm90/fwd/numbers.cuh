@@ -11,7 +11,7 @@ template <typename T>
 struct PlainNumbers {
   using E = typename T::Element;
   using Args = typename T::Args;
-  static constexpr int kWords = T::kBlockN / 4;  // of the weights of a tile
+  static constexpr int kWords = T::kKeys / 4;  // of the weights of a tile
   static constexpr int kVChunkBytes = T::kBlockN * 128;  // between chunks of V
   using Output = float[T::kHeadDimV / 2];
 

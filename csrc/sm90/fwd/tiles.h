@@ -28,12 +28,15 @@ struct FwdTile {
   int consumers;  // warpgroups, 64 query rows each
   int kv_stages;  // tiles of K or V in the ring
   int q_stages;
+  bool shares_keys = false;  // two warpgroups have the same rows, and half of each tile's keys (fwd_cached/packed.cuh)
 
-  constexpr int block_m() const { return 64 * consumers; }
+  constexpr int block_m() const { return shares_keys ? 64 : 64 * consumers; }
   constexpr int threads() const { return 128 * (consumers + 1); }
   // Output leaves through shared memory: two chunks of 16 rows for every consumer warp.
   constexpr int staging_chunks(int dv) const { return chunks_of(dv) < 2 ? chunks_of(dv) : 2; }
   constexpr int staging_bytes(int dv) const { return 4 * consumers * staging_chunks(dv) * 16 * 128; }
+  // What one warpgroup hands to the other: output, and 16 bytes of each thread's rows.
+  constexpr int handover_bytes(int dv) const { return shares_keys ? 64 * 4 * dv + 128 * 16 : 0; }
   constexpr int smem_bytes(int d, int dv) const {
     return kv_stages * tile_bytes(block_n, d > dv ? d : dv) + q_stages * tile_bytes(block_m(), d) + staging_bytes(dv) +
            kControlBytes;
@@ -61,11 +64,11 @@ struct FwdModTile {
   int block_n;
   int kv_stages;  // a power of 2 where two warpgroups consume, for their count
   int q_stages;
-  bool staged;          // output leaves through shared memory, else from registers
+  bool staged;  // output leaves through shared memory, else from registers
   bool bias_has_place;  // tiles of a bias have their own place, else that of the second tile of Q and the staging
   int consumers = 2;
   int bias_places = 2;  // each for a tile of a bias, or for kPartKeys keys of one that comes in parts
-  int part_pitch = 0;   // bytes of a row of a part; 0: tiles of 16 bits come whole
+  int part_pitch = 0;  // bytes of a row of a part; 0: tiles of 16 bits come whole
 
   static constexpr int kPartKeys = 64;
 

@@ -85,17 +85,31 @@ std::string prepare_packed(const FwdCall& c, const Launch& l, PackedFwdArgs& a, 
   return encode_heads_map(maps.q, c.p.q, c.p.problem, box);
 }
 
+// Calls f<kSharesKeys>() for the tile that the plan has chosen.
+template <int D, typename F>
+std::string with_packed_tile(const Launch& l, const F& f) {
+  if constexpr (can_share_keys(D)) {
+    if (l.block_m == 64) return f.template operator()<true>();
+  }
+  return f.template operator()<false>();
+}
+
+template <typename T>
+std::string launch_fwd_packed_as(const FwdCall& c, const Launch& l) {
+  PackedFwdArgs a{};
+  FwdMaps maps{};
+  prepare_cached<T>(c, l, a);
+  std::string error = encode_kv_maps(c, a, maps);
+  if (error.empty()) error = prepare_packed<T>(c, l, a, maps);
+  if (!error.empty()) return "fwd_packed_sm90: " + error;
+  return launch_planned(l, fwd_packed_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
+}
+
 template <int D>
 std::string launch_fwd_packed(const FwdCall& c, const Launch& l) {
-  return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
-    using T = PackedTraits<E, D>;
-    PackedFwdArgs a{};
-    FwdMaps maps{};
-    prepare_cached<T>(c, l, a);
-    std::string error = encode_kv_maps(c, a, maps);
-    if (error.empty()) error = prepare_packed<T>(c, l, a, maps);
-    if (!error.empty()) return "fwd_packed_sm90: " + error;
-    return launch_planned(l, fwd_packed_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
+  return with_packed_tile<D>(l, [&]<bool kSharesKeys>() {
+    return dispatch_dtype(c.p.problem.dtype,
+                          [&]<typename E>() { return launch_fwd_packed_as<PackedTraits<E, D, kSharesKeys>>(c, l); });
   });
 }
 

@@ -8,6 +8,7 @@
 
 #include "../../common/key_parts.cuh"
 #include "kernel.cuh"
+#include "tiles.h"
 
 namespace flash_ext::sm90 {
 
@@ -26,7 +27,7 @@ struct PackedFwdArgs : CachedFwdArgs {
   Divisor row_tiles;  // CTAs that share out the tiles of a sequence, a key head and a part
 };
 
-template <typename E, int D>
+template <typename E, int D, bool kSharesKeys>
 struct PackedTraits : FwdTraits<E, D, D, D <= 128> {
   using Base = FwdTraits<E, D, D, D <= 128>;
   using Numbers = PlainNumbers<PackedTraits>;
@@ -34,10 +35,18 @@ struct PackedTraits : FwdTraits<E, D, D, D <= 128> {
   using Args = PackedFwdArgs;
   static constexpr bool kParts = true, kPacked = true;
   static constexpr bool kQuantized = false;  // quantized.cuh
-  static constexpr int kBarriersAt = Base::kWorkAt + Base::kWorkStages * static_cast<int>(sizeof(Tile));
-  static_assert(Base::kConsumers == 2);
-  static_assert(kBarriersAt + 8 * (2 * Base::kKvStages + 2 * Base::kQStages + Base::kWorkStages + 1) <=
-                Base::kSmemBytes);
+  static constexpr FwdTile kTile = packed_tile(D, kSharesKeys);
+  static constexpr int kBlockM = kTile.block_m(), kKvStages = kTile.kv_stages;
+  static constexpr int kKeys = kSharesKeys ? Base::kBlockN / 2 : Base::kBlockN;
+  static constexpr int kNarrow = kSharesKeys ? kKeys : Base::kNarrow;
+  static constexpr int kQBytes = tile_bytes(kBlockM, D), kQAt = kKvStages * Base::kStageBytes;
+  static constexpr int kHandoverAt = kQAt + Base::kQStages * kQBytes;
+  static constexpr int kWorkAt = kHandoverAt + kTile.handover_bytes(D);
+  static constexpr int kPlaceAt = kWorkAt + Base::kWorkStages * static_cast<int>(sizeof(Tile));  // the scheduler's
+  static constexpr int kBarriersAt = (kPlaceAt + static_cast<int>(sizeof(Work)) + 7) / 8 * 8;
+  static constexpr int kSmemBytes = packed_smem_bytes(D, kSharesKeys);
+  static_assert(kTile.block_n == Base::kBlockN && kTile.consumers == 2 && kTile.q_stages == Base::kQStages);
+  static_assert(kBarriersAt + 8 * (2 * kKvStages + 2 * Base::kQStages + Base::kWorkStages + 1) <= kSmemBytes);
 };
 
 // Where row `row` of a tile lies.
@@ -67,6 +76,47 @@ __device__ __forceinline__ void store_empty_packed(const PackedFwdArgs& a, const
     if (float* const lse = packed_lse(a, w, at); lse != nullptr && lane == 0) *lse = -INFINITY;
     zero_rows(a.p.out, w.b, w.q.start + at.query, at.head, 1, a.p.problem.head_dim_v, lane);
   }
+}
+
+// Two warpgroups that have the same rows and half of the keys each: the second one hands what it holds to the first, thread
+// by thread. True in the first, which then holds both.
+template <typename T>
+__device__ __forceinline__ bool join_halves(uint32_t smem, int group, float (&o)[T::kHeadDimV / 2], RowState& state) {
+  constexpr int kThreads = 256, kPieces = T::kHeadDimV / 8, kPitch = 128 * 16;
+  const uint32_t own = smem + T::kHandoverAt + ptx::fresh_thread_idx() % 128 * 16;
+  if (group == 1) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      ptx::store_shared(own + i * kPitch, make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]));
+    }
+    ptx::store_shared(own + kPieces * kPitch,
+                      make_float4(state.minus_max[0], state.minus_max[1], state.sum[0], state.sum[1]));
+  }
+  ptx::bar_sync(ptx::kExchangeBarrier, kThreads);
+  if (group == 0) {
+    const float4 x = ptx::load_shared(own + kPieces * kPitch);
+    const float minus_max[2] = {x.x, x.y}, sum[2] = {x.z, x.w};
+    float ours[2], theirs[2];  // what sums so far are worth
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float lower = fminf(state.minus_max[half], minus_max[half]);
+      const bool unseen = lower == INFINITY;
+      ours[half] = unseen ? 1.f : ptx::ex2(lower - state.minus_max[half]);
+      theirs[half] = unseen ? 1.f : ptx::ex2(lower - minus_max[half]);
+      state.minus_max[half] = lower;
+      state.sum[half] = state.sum[half] * ours[half] + sum[half] * theirs[half];
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const float4 y = ptx::load_shared(own + i * kPitch);
+      o[4 * i] = o[4 * i] * ours[0] + y.x * theirs[0];
+      o[4 * i + 1] = o[4 * i + 1] * ours[0] + y.y * theirs[0];
+      o[4 * i + 2] = o[4 * i + 2] * ours[1] + y.z * theirs[1];
+      o[4 * i + 3] = o[4 * i + 3] * ours[1] + y.w * theirs[1];
+    }
+  }
+  ptx::bar_sync(ptx::kExchangeBarrier, kThreads);  // the place is free
+  return group == 0;
 }
 
 // Stores what a thread holds of two rows: a part, or the result.
@@ -242,7 +292,7 @@ template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     fwd_packed_sm90_kernel(const __grid_constant__ PackedFwdArgs a, const __grid_constant__ FwdMaps maps) {
   run_cached_cta<T>(a, maps, [&](const auto& cta) {
-    Work& place = *reinterpret_cast<Work*>(cta.bytes + T::kStagingAt);  // output is not staged
+    Work& place = *reinterpret_cast<Work*>(cta.bytes + T::kPlaceAt);
     schedule_packed_work<T>(a, maps, cta.smem, cta.shared, cta.bars, place);
   });
 }

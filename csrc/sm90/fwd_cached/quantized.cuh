@@ -63,16 +63,16 @@ struct QuantizedNumbers : PlainNumbers<T> {
   }
 };
 
-template <typename E, int D>
-struct QuantizedTraits : PackedTraits<E, D> {
-  using Base = PackedTraits<E, D>;
+template <typename E, int D, bool kSharesKeys>
+struct QuantizedTraits : PackedTraits<E, D, kSharesKeys> {
+  using Base = PackedTraits<E, D, kSharesKeys>;
   using Numbers = QuantizedNumbers<QuantizedTraits>;
   using Tile = QuantizedTile;
   using Args = QuantizedFwdArgs;
   static constexpr bool kQuantized = true;
   static constexpr bool kSlotFactors = !std::is_same_v<E, __half>;
-  static constexpr ConvertedTile kConverted = converted_tile(D);
-  static_assert(kConverted.plain.block_n == Base::kBlockN && kConverted.plain.consumers == Base::kConsumers);
+  static constexpr ConvertedTile kConverted = converted_tile(D, kSharesKeys);
+  static_assert(kConverted.plain.block_n == Base::kBlockN && kConverted.plain.block_m() == Base::kBlockM);
   static constexpr int kKvStages = kConverted.plain.kv_stages, kQStages = kConverted.plain.q_stages;
   static constexpr int kRawStages = kConverted.raw_stages, kThreads = kConverted.threads();
   static constexpr int kConverters = 4;  // warps
@@ -82,7 +82,8 @@ struct QuantizedTraits : PackedTraits<E, D> {
   static constexpr int kQAt = kKvStages * Base::kStageBytes;
   static constexpr int kRawAt = kQAt + kQStages * Base::kQBytes;
   static constexpr int kFactorsAt = kRawAt + kRawStages * kRawBytes;
-  static constexpr int kWorkAt = kFactorsAt + kRawStages * kFactorBytes;
+  static constexpr int kHandoverAt = kFactorsAt + kRawStages * kFactorBytes;
+  static constexpr int kWorkAt = kHandoverAt + kConverted.plain.handover_bytes(D);
   static constexpr int kPlaceAt = kWorkAt + Base::kWorkStages * static_cast<int>(sizeof(Tile));
   static constexpr int kBarriersAt = (kPlaceAt + static_cast<int>(sizeof(Work)) + 7) / 8 * 8;
   static constexpr int kSmemBytes = kConverted.smem_bytes(D);

@@ -1,17 +1,30 @@
-// Tiles of the packed Hopper forward over a cache of 8 bits, for the host and the kernels alike. No CUDA, no torch.
+// Tiles of the packed Hopper forward over a cache, for the host and the kernels alike. No CUDA, no torch.
 #pragma once
 
 #include "../fwd/tiles.h"
 
 namespace flash_ext::sm90 {
 
-// Copies bring bytes to a ring of their own, from which a warpgroup turns them into elements of the ring that is multiplied.
+// Up to 64 packed rows two warpgroups would have nothing to take turns at: each then has half the keys of every tile.
+// Evidence: shared-keys.
+constexpr bool can_share_keys(int d) { return d <= 128; }
+constexpr FwdTile packed_tile(int d, bool shares_keys) {
+  if (shares_keys) return {128, 2, d == 64 ? 8 : 5, 2, true};
+  return fwd_tile(d, d, d <= 128);
+}
+inline constexpr int kPackedControlBytes = 1024;  // work tiles, the scheduler's place, barriers
+constexpr int packed_smem_bytes(int d, bool shares_keys) {
+  const FwdTile t = packed_tile(d, shares_keys);
+  return t.kv_stages * tile_bytes(t.block_n, d) + t.q_stages * tile_bytes(t.block_m(), d) + t.handover_bytes(d) +
+         kPackedControlBytes;
+}
+
+// Of a cache of 8 bits. Copies bring bytes to a ring of their own, from which a warpgroup turns them into elements of the ring that is multiplied.
 // Bytes on their way hide the latency of memory, so the larger part of what shared memory has is theirs.
 struct ConvertedTile {
   FwdTile plain;   // of the elements
   int raw_stages;  // tiles of bytes
 
-  static constexpr int kControlBytes = 1024;
   constexpr int threads() const { return plain.threads() + 128; }
   // Of a tile of bytes, and of the factors of its slots behind it.
   constexpr int raw_bytes(int d) const { return plain.block_n * d; }
@@ -19,18 +32,26 @@ struct ConvertedTile {
   // Output leaves from registers.
   constexpr int smem_bytes(int d) const {
     return plain.kv_stages * tile_bytes(plain.block_n, d) + plain.q_stages * tile_bytes(plain.block_m(), d) +
-           raw_stages * (raw_bytes(d) + factor_bytes()) + kControlBytes;
+           raw_stages * (raw_bytes(d) + factor_bytes()) + plain.handover_bytes(d) + kPackedControlBytes;
   }
 };
 
 // Of head dims 64 and 128. Four warpgroups have 128 registers a thread when they are compiled, and a product of 256 columns
 // wants 158.
-constexpr ConvertedTile converted_tile(int d) {
-  if (d == 64) return {{128, 2, 6, 2}, 8};
-  return {{128, 2, 3, 2}, 4};
+constexpr ConvertedTile converted_tile(int d, bool shares_keys) {
+  if (d == 64) return {{128, 2, 6, 2, shares_keys}, 8};
+  return {{128, 2, 3, shares_keys ? 1 : 2, shares_keys}, 4};
 }
 
-static_assert(converted_tile(64).smem_bytes(64) <= kSmemLimitLarge);
-static_assert(converted_tile(128).smem_bytes(128) <= kSmemLimitLarge);
+constexpr bool packed_tiles_fit() {
+  for (int d : {64, 128}) {
+    for (bool shares_keys : {false, true}) {
+      if (packed_smem_bytes(d, shares_keys) > kSmemLimitLarge) return false;
+      if (converted_tile(d, shares_keys).smem_bytes(d) > kSmemLimitLarge) return false;
+    }
+  }
+  return true;
+}
+static_assert(packed_tiles_fit());
 
 }  // namespace flash_ext::sm90

@@ -25,7 +25,7 @@ struct Fp8Traits {
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr Fp8Tile kTile = fp8_tile(D, Dv, kMixed);
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.plain().block_m();
-  static constexpr int kNarrow = kBlockN;
+  static constexpr int kKeys = kBlockN, kNarrow = kBlockN;
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages, kThreads = kTile.plain().threads();
   static constexpr int kChunkColumns = kMixed ? 64 : 128, kChunks = fp8_chunks_of(D, kMixed);
   static constexpr int kChunksV = chunks_of(Dv), kStagingChunks = kTile.staging_chunks(Dv);

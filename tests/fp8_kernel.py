@@ -123,7 +123,7 @@ def _group(
     seqlen_q, seqlen_k = x.q.shape[1], x.k.shape[1]
     used = min(GROUP_ROWS, seqlen_q - first)
     count = -(-used // WARP_ROWS) * WARP_ROWS  # warps without rows are left out
-    width = 128 if values.shape[-1] <= 128 else 64  # keys of a tile
+    width = 128 if max(x.q.shape[-1], values.shape[-1]) <= 64 else 64  # keys of a tile
     tiles, scale = -(-seqlen_k // width), spec.softmax_scale
 
     def per_head(t: Tensor) -> Tensor:

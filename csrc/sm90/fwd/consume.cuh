@@ -122,7 +122,7 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const int whole_hi = min(work.w.k.length, first_row + mod.shift() + a.p.problem.reach_right + 1);
     whole_begin = (whole_lo + T::kBlockN - 1) / T::kBlockN;
     whole_end = a.p.problem.score_factor == 1.f ? max(whole_hi, 0) / T::kBlockN : 0;
-    numbers.begin_work(a, work);
+    numbers.begin_work(a, work, rows_at);
     return true;
   };
   // On to the next step; false after the last one of all work tiles.
@@ -131,7 +131,6 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     if (new_work && !begin_work()) return false;
     --tile;
     --tiles_left;
-    numbers.begin_tile(a, tile);
     return true;
   };
   const auto is_seen = [&] { return tile >= seen_begin && tile < seen_end; };
@@ -241,6 +240,7 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const int v_stage = ring.stage;
     ring.advance();
     pingpong_arrive();
+    numbers.begin_tile(a, tile);
     ptx::wgmma_wait<1>();
     finish_scores(k_stage);
     ptx::wgmma_wait<0>();
@@ -276,6 +276,7 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const int k_stage = ring.stage;
     ring.advance();
     pingpong_arrive();
+    numbers.begin_tile(a, tile);
     if (started) skip_stage();
     started = true;
     ptx::wgmma_wait<0>();

@@ -18,7 +18,7 @@ struct PlainNumbers {
   float scale;
 
   __device__ __forceinline__ explicit PlainNumbers(const Args& a) : scale(a.p.problem.abs_scale_log2) {}
-  __device__ __forceinline__ void begin_work(const Args&, const WorkTile&) {}
+  __device__ __forceinline__ void begin_work(const Args&, const WorkTile&, int) {}
   __device__ __forceinline__ void begin_tile(const Args&, int) {}
 
   template <int kCount>

@@ -48,7 +48,7 @@ struct QuantizedNumbers : PlainNumbers<T> {
   float of_scores = 1.f;  // what the scale does not hold
 
   // A factor that is not positive, or that takes the scale to the ends of fp32, is multiplied apart.
-  __device__ __forceinline__ void begin_work(const QuantizedFwdArgs& a, const WorkTile& work) {
+  __device__ __forceinline__ void begin_work(const QuantizedFwdArgs& a, const WorkTile& work, int) {
     const float own = a.p.problem.abs_scale_log2, factor = static_cast<const QuantizedTile&>(work).of_k;
     const float both = own * factor;
     const bool fits = both >= 0x1p-100f && both <= 0x1p100f;

@@ -30,7 +30,7 @@ struct Fp8Traits {
   static constexpr int kChunkColumns = kMixed ? 64 : 128, kChunks = fp8_chunks_of(D, kMixed);
   static constexpr int kChunksV = chunks_of(Dv), kStagingChunks = kTile.staging_chunks(Dv);
   static constexpr bool kSharedTotal = kTile.shared_total;
-  static constexpr int kConsumerRegs = 232;
+  static constexpr int kConsumerRegs = kConsumers == 2 ? 232 : 160;
   static constexpr int kProducerRegs = ptx::kRegisterBudget<kConsumers + 1> - kConsumers * kConsumerRegs;
   static constexpr int kVBytes = Dv * kBlockN;
   static constexpr int kStageBytes = kTile.stage_bytes(D, Dv, kMixed), kQBytes = kTile.q_bytes(D, kMixed);

@@ -39,15 +39,16 @@ struct Fp8Numbers {
   __device__ __forceinline__ explicit Fp8Numbers(const Fp8Args& a) : args(a) {}
   // Largest scores that are asked for are those of every tile: then no maximum is guessed, and none kept without a look.
   __device__ __forceinline__ bool finds_maxima() const { return args.x.row_max != nullptr; }
-  __device__ __forceinline__ void begin_work(const Fp8Args& a, const WorkTile& work) {
+  __device__ __forceinline__ void begin_work(const Fp8Args& a, const WorkTile& work, int rows_at) {
     q_scale = a.p.problem.abs_scale_log2;
     if constexpr (!T::kMixed) {
       const int h_k = static_cast<int>(divide(work.w.h, a.grid.shared));
       k_factors = block_factors(a.x.k_factor, a.p.problem, work.w.b, work.w.k.start, h_k);
       q_scale *= __ldg(block_factors(a.x.q_factor, a.p.problem, work.w.b, work.w.q.start, work.w.h) +
-                       work.w.block * a.x.q_factor.step);
+                       (work.w.block * T::kBlockM + rows_at * 64) / kFp8Block * a.x.q_factor.step);
     }
   }
+  // Behind the issue of its products, while which the factor comes.
   __device__ __forceinline__ void begin_tile(const Fp8Args& a, int tile) {
     scale = q_scale;
     if constexpr (!T::kMixed)

@@ -13,13 +13,13 @@ inline constexpr HeadDims kMixedDims[] = {{64, 64}, {96, 96}, {128, 128}};
 // Rows of 128 bytes: 128 columns of e4m3, 64 of 16-bit elements.
 constexpr int fp8_chunks_of(int d, bool mixed) { return mixed ? chunks_of(d) : (d + 127) / 128; }
 
-// Two warpgroups: scores, two accumulators and weights (block_n / 2 + dv + block_n / 8) fit 240 registers up to 128
-// columns of v. Above, the accumulator in fp32 lies in shared memory, a part for each warp, through which the output
-// leaves as well, and tiles have 64 keys. A tile of keys has one factor: blocks of them hold whole tiles.
+// Up to 128 columns of v three warpgroups, because weights take longer than products: with three, some warpgroup makes
+// weights at any time. Evidence: fp8-m192. From 65 columns on, and above 128 with two warpgroups, the accumulator in fp32
+// lies in shared memory, a part for each warp, through which the output leaves as well, and tiles have 64 keys: registers
+// hold scores, the product's own accumulator and weights. A tile of keys has one factor: blocks of them hold whole tiles.
 struct Fp8Tile {
-  int kv_stages, block_n = kFp8Block, q_stages = 2;
-  bool shared_total = false;
-  static constexpr int consumers = 2;
+  int consumers, kv_stages, block_n, q_stages;
+  bool shared_total;
 
   constexpr FwdTile plain() const { return {block_n, consumers, kv_stages, q_stages}; }
   constexpr int q_bytes(int d, bool mixed) const { return plain().block_m() * fp8_chunks_of(d, mixed) * 128; }
@@ -36,8 +36,10 @@ struct Fp8Tile {
 };
 
 constexpr Fp8Tile fp8_tile(int d, int dv, bool mixed) {
-  if (dv > 128) return {4, 64, d > 192 ? 1 : 2, true};
-  return mixed ? Fp8Tile{d <= 64 ? 8 : 4} : Fp8Tile{d <= 128 ? 8 : 4};
+  if (dv > 128) return {2, 4, 64, d > 192 ? 1 : 2, true};
+  if (d == 64) return {3, 8, 128, 2, false};
+  const bool wide = mixed || d > 128;  // two chunks a row
+  return {3, wide ? 4 : 8, 64, wide ? 1 : 2, true};
 }
 
 constexpr bool fp8_tiles_fit() {

@@ -86,7 +86,8 @@ void build_split(Req r, Dev d, Plan& p) {
   };
   const Problem& x = r.problem;
   const bool dynamic = sm90::has_unequal_tiles(x);
-  const Dims f = kShort                                     ? Dims{128, 128}
+  const Dims f = kShort && padded(x) == 64                  ? Dims{64, 64}
+                 : kShort                                   ? Dims{128, 128}
                  : x.head_dim <= 192 && x.head_dim_v <= 128 ? Dims{192, 128}
                  : x.head_dim <= 192 && x.head_dim_v <= 192 ? Dims{192, 192}
                                                             : Dims{256, 256};

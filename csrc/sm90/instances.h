@@ -12,7 +12,7 @@ inline constexpr int kFwdPartsDims[] = {64, 96, 128}, kFwdPackedDims[] = {64, 12
 inline constexpr int kFwdPackedQuantizedDims[] = {64, 128};
 inline constexpr int kModDimsUpTo128[] = {64, 128}, kModDimsAbove128[] = {192, 256};
 inline constexpr int kBwdFusedDims[] = {64, 96, 128};
-inline constexpr HeadDims kBwdSplitDims[] = {{128, 128}, {192, 128}, {192, 192}, {256, 256}};
+inline constexpr HeadDims kBwdSplitDims[] = {{64, 64}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 inline constexpr HeadDims kRowStatsDims[] = {{64, 64}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 
 extern const FwdInstances kFwd, kFwdCached, kFwdPacked, kFwdPackedQuantized, kFwdParts, kFwdFp8, kFwdMixed,

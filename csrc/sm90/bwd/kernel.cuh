@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const auto consume = [&](const auto& cta, int group) {
     if constexpr (T::kIndependent) {
       consume_independent<T>(a, cta.smem, cta.bytes, cta.shared, cta.bars, group - 1);
-    } else if constexpr (T::kHeadDim == 128) {
+    } else if constexpr (T::kHeadDim == 128 || !T::kMakesDq) {
       consume_cooperative<T, -1>(a, cta.smem, cta.bytes, cta.shared, cta.bars, group - 1);
     } else if (group == 1) {
       consume_cooperative<T, 0>(a, cta.smem, cta.bytes, cta.shared, cta.bars, 0);

@@ -42,7 +42,7 @@ template <int D, int Dv>
 std::string launch_bwd_split(const BwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
     if (l.kernel == KernelId::kBwdDq90) return launch_bwd_split_as<DqTraits<E, D, Dv, ScoreKind::kPlain>>(c, l);
-    if constexpr (D == kShortHeadDim) {
+    if constexpr (D <= 128) {
       return launch_bwd_as<BwdTraits<E, D, DqKind::kElsewhere>>(c, l);
     } else {
       return launch_bwd_split_as<DkdvTraits<E, D, Dv, ScoreKind::kPlain>>(c, l);

@@ -34,7 +34,8 @@ struct SplitBwdTile {
 // registers leave shared memory, whose bandwidth is the next limit after the tensor cores, to the other ones: 104 bytes
 // a clock of 128 at head_dim 192 instead of 136. More than 128 columns of 256 would spill.
 constexpr SplitBwdTile split_bwd_tile(int d, int dv) {
-  if (d == kShortHeadDim) return {BwdTile::kBlockM, 0, 0, 0, 128, 2, 2};  // the kernel of dQ only, see kShortKeysTile
+  if (d <= 128)
+    return {BwdTile::kBlockM, 0, 0, 0, 128, d == 64 ? 3 : 2, d == 64 ? 3 : 2};  // of dQ only, see kShortKeysTile
   if (d == 192 && dv == 128) return {64, 4, 192, 1, 64, 3, 3};
   if (d == 192) return {64, 3, 192, 2, 80, 2, 2};
   return {48, 3, 128, 1, 64, 2, 1};
@@ -44,7 +45,7 @@ constexpr bool split_bwd_tile_fits(int d, int dv) {
   const SplitBwdTile t = split_bwd_tile(d, dv);
   return t.dkv_smem_bytes(d, dv) <= kSmemLimitLarge && t.dq_smem_bytes(d, dv) <= kSmemLimitLarge;
 }
-static_assert(split_bwd_tile_fits(kShortHeadDim, kShortHeadDim) && split_bwd_tile_fits(192, 128) &&
-              split_bwd_tile_fits(192, 192) && split_bwd_tile_fits(256, 256));
+static_assert(split_bwd_tile_fits(64, 64) && split_bwd_tile_fits(kShortHeadDim, kShortHeadDim) &&
+              split_bwd_tile_fits(192, 128) && split_bwd_tile_fits(192, 192) && split_bwd_tile_fits(256, 256));
 
 }  // namespace flash_ext::sm90

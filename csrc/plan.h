@@ -42,6 +42,7 @@ struct Request {
   const KvCache* cache = nullptr;
   CacheType cache_type = CacheType::k16Bit;
   bool has_slot_factors = false;  // of k or v, where those have 8 bits
+  bool has_latents = false;  // v is the first columns of k
   int64_t most_queries = 0, most_keys = 0;
 };
 
@@ -117,6 +118,7 @@ enum class KernelId : uint8_t {
   kAlignBias,
   // Hopper
   kFwdPackedQuantized90,
+  kFwdLatent90,
 };
 
 // How a backward over keys gives its part of dq: added to memory in any order or in a fixed one, added in the L2 cache,

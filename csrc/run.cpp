@@ -46,6 +46,7 @@ std::string launch(const FwdCall& c, const Launch& l) {
     case KernelId::kFwdPacked90: return launch_in({sm90::kFwdPacked}, c, l);
     case KernelId::kFwdPackedQuantized90: return launch_in({sm90::kFwdPackedQuantized}, c, l);
     case KernelId::kFwdParts90: return launch_in({sm90::kFwdParts}, c, l);
+    case KernelId::kFwdLatent90: return launch_in({sm90::kFwdLatent}, c, l);
     case KernelId::kFwdFp890:
       return launch_in({l.variant == ScoreVariant::kMixed ? sm90::kFwdMixed : sm90::kFwdFp8}, c, l);
     case KernelId::kFwdMod90: return launch_in({sm90::kFwdModUpTo128, sm90::kFwdModAbove128}, c, l);

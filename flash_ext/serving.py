@@ -5,7 +5,8 @@
 * :func:`set_batch_invariant` and :func:`is_batch_invariant`: a mode in which a sequence has the same bits in
   any batch, for training as well,
 * :func:`flash_attn_varlen_func` and :func:`get_scheduler_metadata` as vLLM calls them,
-* :func:`flash_attn_with_kvcache` as SGLang and FlashAttention-3 have it.
+* :func:`flash_attn_with_kvcache` as SGLang and FlashAttention-3 have it,
+* :func:`flash_mla_with_kvcache` and :func:`get_mla_metadata` as FlashMLA has them.
 
 Arguments of engines that are not served are accepted at their defaults and refused by name otherwise, and so
 are arguments that these functions do not know, where None or False is taken for the default. Lengths and
@@ -42,6 +43,7 @@ from ._attention import AuxRequest, attention_varlen
 from ._batch_invariance import is_batch_invariant, set_batch_invariant
 from ._count import counting, tally
 from ._cpu.cached import BYTES, turned
+from ._latents import flash_mla_with_kvcache, get_mla_metadata
 from ._log import logged
 from ._masks.biases import ALiBi
 from ._masks.token_tree import TokenTree
@@ -55,6 +57,8 @@ __all__ = [
     "attention_shared_prefix",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
     "get_scheduler_metadata",
     "is_batch_invariant",
     "set_batch_invariant",

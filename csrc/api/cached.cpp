@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "api.h"
+#include "checks.h"
 #include "tangents.h"
 #include "tensors.h"
 
@@ -27,6 +28,11 @@ KvCache cache_of(const Tensor& k, const CallArgs& a) {
   }
   c.max_keys = clamp_to_int32(room);
   return c;
+}
+
+// Whether v is the first columns of k, in which case one kernel reads both at once.
+bool has_latents(const Tensor& k, const Tensor& v) {
+  return k.size(-1) > v.size(-1) && k.const_data_ptr() == v.const_data_ptr() && k.strides() == v.strides();
 }
 
 // In units of 16 bits, as kernels copy it.
@@ -105,9 +111,14 @@ FwdResult fwd_cached_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
 
 }  // namespace
 
-FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
-  check_fwd_cached(q, k, v, a);
+FwdResult fwd_cached_gpu(const Tensor& given_q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  check_fwd_cached(given_q, k, v, a);
   const ProfilerRange range("fwd_cached");
+  const bool latents = k.size(-1) > checks::kMaxHeadDim;
+  TORCH_CHECK_NOT_IMPLEMENTED(!latents || has_latents(k, v), "beside k of head_dim ", k.size(-1), " v must be ",
+                              "k[..., :", checks::kLatentHeadDimV,
+                              "], the same memory: there are kernels for latents alone.");
+  const Tensor q = latents ? given_q.contiguous() : given_q;
   const OnDevice on_device(q);
   const KvCache cache = cache_of(k, a);
   const Problem problem = cached_problem(q, k, v, a, cache);
@@ -141,8 +152,14 @@ FwdResult fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
                         .cache = &cache,
                         .cache_type = type,
                         .has_slot_factors = quantized.k.of_slots || quantized.v.of_slots,
+                        .has_latents = latents,
                         .most_queries = a.max_seqlen_q.expect_int(),
                         .most_keys = a.max_seqlen_k.expect_int()};
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !latents || (path.arch == Arch::kSm90 && !is_modified && cache.page_size.divisor % 8 == 0 && problem.tma_ready),
+      "a cache of latents (head_dim ", k.size(-1), ", of which v is the first ", v.size(-1),
+      ") needs a Hopper GPU, "
+      "pages of a multiple of 8 keys and rows on 16 bytes; it has no sinks, softcap, ALiBi or trees.");
   const Plan plan = required_forward_plan(path, request, info, q);
   const Tensor workspace = workspace_of(plan, q);
   launch(path, FwdCall{.plan = plan,

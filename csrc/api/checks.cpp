@@ -124,6 +124,15 @@ void check_packed_or_dense(const Tensor& q, const Tensor& k, const Tensor& v, co
   }
 }
 
+void check_head_dims(const Tensor& q, const Tensor& v) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || at_most(q.sym_size(-1), kMaxHeadDim),
+                              "head_dim of q and k must be at most ", kMaxHeadDim, " on cuda, got ", q.sym_size(-1),
+                              ". Use smaller heads, or torch.nn.functional.scaled_dot_product_attention.");
+  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || at_most(v.sym_size(-1), kMaxHeadDim), "head_dim of v must be at most ",
+                              kMaxHeadDim, " on cuda, got ", v.sym_size(-1),
+                              ". Split v along its last dimension and concatenate the outputs.");
+}
+
 void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v) {
   TORCH_CHECK_VALUE(equal(k.sym_size(-3), v.sym_size(-3)), "v must have the sequence length of k, ", k.sym_size(-3),
                     ", got ", v.sym_size(-3), ".");
@@ -133,12 +142,6 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v) {
                     k.sym_size(-1), ".");
   TORCH_CHECK_VALUE(at_most(1, q.sym_size(-1)), "head_dim of q and k must be at least 1, got 0.");
   TORCH_CHECK_VALUE(at_most(1, v.sym_size(-1)), "head_dim of v must be at least 1, got 0.");
-  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || at_most(q.sym_size(-1), kMaxHeadDim),
-                              "head_dim of q and k must be at most ", kMaxHeadDim, " on cuda, got ", q.sym_size(-1),
-                              ". Use smaller heads, or torch.nn.functional.scaled_dot_product_attention.");
-  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || at_most(v.sym_size(-1), kMaxHeadDim), "head_dim of v must be at most ",
-                              kMaxHeadDim, " on cuda, got ", v.sym_size(-1),
-                              ". Split v along its last dimension and concatenate the outputs.");
 
   const SymInt num_heads = q.sym_size(-2);
   const SymInt num_heads_k = k.sym_size(-2);
@@ -333,6 +336,7 @@ void check_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs
   check_dtypes(q, k, v);
   check_packed_or_dense(q, k, v, a.cu_seqlens_q, a.cu_seqlens_k);
   check_shapes(q, k, v);
+  check_head_dims(q, v);
   check_unit_stride(q, "q");
   check_unit_stride(k, "k");
   check_unit_stride(v, "v");

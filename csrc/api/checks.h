@@ -15,6 +15,8 @@
 namespace flash_ext::checks {
 
 constexpr int64_t kMaxHeadDim = 256;
+// Of a cache of latents (csrc/sm90/fwd_latent): v is the first columns of k.
+constexpr int64_t kLatentHeadDim = 576, kLatentHeadDimV = 512;
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 // What a dimension may be; nothing: any size.
@@ -35,6 +37,7 @@ void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v, bool autoca
 void check_unit_stride(const Tensor& t, const char* name);
 void check_cu_seqlens(const Tensor& cu, const char* name, const Tensor& q);
 void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v);
+void check_head_dims(const Tensor& q, const Tensor& v);  // which GPUs limit
 void check_options(const Tensor& q, const CallArgs& a);
 void check_modifier(const OptionalTensor& t, const char* name, const Tensor& q,
                     std::initializer_list<c10::ScalarType> dtypes, const std::vector<Sizes>& sizes, bool contiguous);

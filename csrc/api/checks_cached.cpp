@@ -88,6 +88,9 @@ void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const C
   }
   check_unit_stride(q, "q");
   check_shapes(q, k, v);
+  const bool has_latents = equal(k.sym_size(-1), kLatentHeadDim) && equal(v.sym_size(-1), kLatentHeadDimV) &&
+                           equal(k.sym_size(-2), 1) && !is_quantized(k);
+  if (!has_latents) check_head_dims(q, v);
   if (in_pages) {
     check_numbers(*a.block_table, "block_table", q, 2, "(batch, max_pages)", batch);
     TORCH_CHECK_VALUE(at_most(1, k.sym_size(1)), "a page of k must hold at least 1 key, got shape ", shape_of(k), ".");

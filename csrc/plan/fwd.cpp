@@ -272,6 +272,7 @@ constexpr Row kHopper[] = {
     {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<false>, E::kM192},
     {F::kFwd, "sm90.fwd.m128_wide", supports_tma, nullptr, build_hopper<false>, E::kNone},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
+    {F::kFwdCached, "sm90.fwd_cached.latent", supports_latents, nullptr, build_latents, E::kNone},
     {F::kFwdCached, "sm90.fwd_cached.packed_quantized", supports_packed_quantized, prefers_cached_tma,
      build_packed_quantized, E::kPaged},
     {F::kFwdCached, "sm80.fwd_cached.quantized", supports_quantized, nullptr, build_quantized, E::kNone},

@@ -4,6 +4,7 @@
 #include "../dense_cache.h"
 #include "../kv_splits.h"
 #include "../sm90/fwd_cached/tiles.h"
+#include "../sm90/fwd_latent/tiles.h"
 
 namespace flash_ext::plans {
 namespace {
@@ -153,6 +154,31 @@ void push_tall_hopper(Req r, Dev d, RowRange served, Plan& p) {
   p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(t, x.dv) : 0);
 }
 
+// The grid of the parts of keys, with their place in the workspace.
+void divide_keys(const Problem& x, const KvCacheGrid& c, Plan& p) {
+  SplitGrid& g = p.split_kv;
+  g.splits = p.kv_splits = c.splits;
+  g.total_rows = c.part_rows;
+  g.pitch = (x.head_dim_v + 3) / 4 * 4;
+  g.stats_bytes = (8 * g.splits * g.total_rows + 15) / 16 * 16;
+  g.heads_k = Divisor(static_cast<uint32_t>(x.num_heads_k));
+  g.parts = Divisor(static_cast<uint32_t>(c.splits));
+  g.group = Divisor(static_cast<uint32_t>(x.num_heads / x.num_heads_k));
+  g.heads = Divisor(static_cast<uint32_t>(x.num_heads));
+  g.queries = Divisor(static_cast<uint32_t>(c.queries));
+  p.kv_cache = c;
+  p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
+}
+// What adds the parts up, for sequences of more than `narrow_rows` rows by the larger tile.
+void push_merge(const Problem& x, int size, int narrow_rows, Plan& p) {
+  const KvCacheGrid& c = p.kv_cache;
+  if (c.splits == 1) return;
+  const int64_t merged = int64_t{1} * x.batch * x.num_heads * c.queries;
+  p.push(pass(KernelId::kFwdMergeCached80, size, size, merge_ctas(merged, c.splits), SplitTile::kThreads,
+              p.arch == Arch::kSm90))
+      .rows = {narrow_rows, INT32_MAX};
+}
+
 // Tiles of few rows, whose keys may be in parts. tall: sequences beyond them are another kernel's.
 RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPortable) {
   const Problem& x = r.problem;
@@ -175,18 +201,7 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
                                                 : kNarrowRows;
   const KvCacheGrid c = cached_grid(r, d, rows, divided, kind);
   const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of up to so many have tiles of 16 rows
-  SplitGrid& g = p.split_kv;
-  g.splits = p.kv_splits = c.splits;
-  g.total_rows = c.part_rows;
-  g.pitch = (x.head_dim_v + 3) / 4 * 4;
-  g.stats_bytes = (8 * g.splits * g.total_rows + 15) / 16 * 16;
-  g.heads_k = Divisor(static_cast<uint32_t>(x.num_heads_k));
-  g.parts = Divisor(static_cast<uint32_t>(c.splits));
-  g.group = Divisor(static_cast<uint32_t>(group));
-  g.heads = Divisor(static_cast<uint32_t>(x.num_heads));
-  g.queries = Divisor(static_cast<uint32_t>(c.queries));
-  p.kv_cache = c;
-  p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
+  divide_keys(x, c, p);
   const int64_t slots = x.batch + (x.is_varlen() ? 2 : 0);
   const KernelId kernel = quantized                ? KernelId::kFwdSplitQuantized80
                           : r.modifiers == nullptr ? KernelId::kFwdSplitCached80
@@ -212,7 +227,7 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
       l.kernel = KernelId::kFwdPackedQuantized90;
       l.stages = converted.raw_stages / 2, l.threads = converted.threads(), l.smem_bytes = converted.smem_bytes(dim);
     }
-    l.grid.shared = g.group;
+    l.grid.shared = p.split_kv.group;
     l.grid.blocks = static_cast<uint32_t>(row_tiles);
     l.dynamic = true;  // lengths differ, and nobody knows them here
     l.rows = many;
@@ -221,19 +236,18 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
   } else if (wide) {
     push_tile(64, many);
   }
-  if (c.splits > 1) {
-    const int64_t merged = int64_t{1} * x.batch * x.num_heads * c.queries;
-    p.push(pass(KernelId::kFwdMergeCached80, size, size, merge_ctas(merged, c.splits), SplitTile::kThreads,
-                p.arch == Arch::kSm90))
-        .rows = {narrow_rows, INT32_MAX};
-  }
+  push_merge(x, size, narrow_rows, p);
   return others;
 }
 
 }  // namespace
 
-bool supports_cached(Req r, Dev) { return r.modifiers == nullptr && r.cache_type == CacheType::k16Bit; }
-bool supports_cached_mod(Req r, Dev) { return r.modifiers != nullptr && r.cache_type == CacheType::k16Bit; }
+bool supports_cached(Req r, Dev) {
+  return r.modifiers == nullptr && r.cache_type == CacheType::k16Bit && !r.has_latents;
+}
+bool supports_cached_mod(Req r, Dev) {
+  return r.modifiers != nullptr && r.cache_type == CacheType::k16Bit && !r.has_latents;
+}
 bool supports_quantized(Req r, Dev) { return r.cache_type != CacheType::k16Bit; }
 // What the Hopper kernels read: pieces of a tile begin on the 8 rows that the swizzle permutes, and end with a page.
 static bool supports_tma_pieces(Req r) {
@@ -264,6 +278,52 @@ bool supports_packed_quantized(Req r, Dev d) {
 }
 // The batch-invariant mode promises equal bits for pages of every size.
 bool prefers_cached_tma(Req, Dev d) { return !d.batch_invariant; }
+
+// Latents are one head, so rows are many where queries are few: those of 8 queries of 128 heads have their keys in parts.
+constexpr int64_t kDividedLatentRows = 1024;
+
+bool supports_latents(Req r, Dev) {
+  const Problem& x = r.problem;
+  const bool fits = x.head_dim == sm90::LatentTile::kHeadDim && x.head_dim_v == sm90::LatentTile::kHeadDimV;
+  return r.has_latents && r.modifiers == nullptr && fits && x.num_heads_k == 1 && supports_tma_pieces(r);
+}
+void build_latents(Req r, Dev d, Plan& p) {
+  using Tile = sm90::LatentTile;
+  constexpr int kKeysOfPart = 512, kLeastKeys = 256;
+  const Problem& x = r.problem;
+  const int64_t rows = cached_rows(r), row_tiles = (rows + Tile::kRows - 1) / Tile::kRows;
+  const int64_t keys = r.most_keys > 0 ? std::min<int64_t>(r.cache->max_keys, r.most_keys) : r.cache->max_keys;
+  KvCacheGrid c;
+  c.rows = static_cast<int>(std::min(rows, kDividedLatentRows));
+  c.queries = std::max(1, c.rows / x.num_heads);
+  c.part_rows = int64_t{1} * x.batch * c.rows;
+  c.tile_rows = Tile::kRows, c.block_n = c.narrow_block_n = Tile::kKeys;
+  c.scaled_maxima = true;
+  c.least_keys = kLeastKeys;
+  if (r.constraints.kv_splits) {
+    c.splits = std::clamp(*r.constraints.kv_splits, 1, kMaxSplits);
+  } else if (d.batch_invariant) {
+    c.splits = static_cast<int>(std::clamp<int64_t>((keys + kKeysOfPart - 1) / kKeysOfPart, 1, kMaxSplits));
+    c.keys_of_part = kKeysOfPart, c.least_keys = 0;
+  } else {
+    const int64_t items = std::max<int64_t>(1, x.batch * row_tiles), sms = std::max(1, d.num_sms);
+    const double weight = Tile::kHeadDim * 2 / 512., bytes = 4. * static_cast<double>(c.part_rows) * x.head_dim_v;
+    int64_t splits = best_parts(items, (keys + 63) / 64, 16, weight, bytes, sms, 1).parts;
+    // Lengths differ, and nobody knows them here: parts for two waves even out what the longest one would take.
+    if (x.batch > 1) splits = std::max(splits, std::min({2 * sms / items, keys / kLeastKeys, int64_t{kMaxSplits}}));
+    c.splits = static_cast<int>(splits);
+  }
+  divide_keys(x, c, p);
+  const int64_t slots = x.batch + (x.is_varlen() ? 2 : 0);
+  Launch& l =
+      p.push(main_of(KernelId::kFwdLatent90, Tile::kHeadDim, Tile::kHeadDimV, Tile::kRows, Tile::kKeys, Tile::kKvStages,
+                     Tile::kThreads, Tile::kSmemBytes, slots * c.splits * row_tiles, d.num_sms));
+  l.grid.shared = p.split_kv.group;
+  l.grid.blocks = static_cast<uint32_t>(row_tiles);
+  l.dynamic = true;
+  p.workspace.tile_counters = p.workspace.add(kCounterBytes);
+  push_merge(x, 256, 0, p);
+}
 
 void build_packed(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p, Wide::kPacked); }
 void build_packed_quantized(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p, Wide::kPacked); }

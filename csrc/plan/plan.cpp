@@ -116,6 +116,7 @@ const char* stem_of(KernelId k) {
     case KernelId::kFwdCached90: return "fwd_cached_sm90";
     case KernelId::kFwdPacked90: return "fwd_packed_sm90";
     case KernelId::kFwdPackedQuantized90: return "fwd_packed_quantized_sm90";
+    case KernelId::kFwdLatent90: return "fwd_latent_sm90";
     case KernelId::kAlignBias: return "align_bias_rows";
   }
   return "?";

@@ -83,12 +83,12 @@ __global__ void __launch_bounds__(T::kThreads, 2)
 
 // A row is a sequence, head and query of those that may be split. Sequences of up to `narrow_rows` rows had tiles of 16 rows,
 // with blocks of `block_n` keys; KvCacheGrid has the tiles of the others.
-template <typename E>
+template <typename E, int kPasses>
 __global__ void __launch_bounds__(SplitTile::kThreads)
     fwd_merge_cached_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
                             const __grid_constant__ KvCache cache, const __grid_constant__ KvCacheGrid c,
                             RowEnding ending, int narrow_rows, int block_n) {
-  __shared__ MergeShares shares;
+  __shared__ MergeShares<kPasses> shares;
   const Problem& problem = p.problem;
   const uint32_t row = merged_row(g), rest = divide(row, g.heads);
   const int h = static_cast<int>(row - rest * g.heads.divisor);
@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(SplitTile::kThreads)
   ptx::wait_for_kernel_before();  // before any end, so that the kernel after this one waits for both
   if (b != found || query >= q.length || rows > c.rows || parts.count == 1) return;
   const RowPlace at{problem.cu_seqlens_q == nullptr ? static_cast<int>(b) : 0, q.start + query, h};
-  merge_row<E>(p, g, ending, at, true, (int64_t{b} * problem.num_heads_k + h_k) * c.rows + packed_row, parts.count,
-               shares);
+  merge_row<E, kPasses>(p, g, ending, at, true, (int64_t{b} * problem.num_heads_k + h_k) * c.rows + packed_row,
+                        parts.count, shares);
 }
 
 }  // namespace flash_ext::sm80

@@ -5,8 +5,11 @@
 
 namespace flash_ext::sm80 {
 
-inline constexpr int kMergePasses = 2;  // of 128 columns
-using MergeShares = float4[SplitTile::kWarps][kMergePasses][32];
+// A pass is of 128 columns. Up to head_dim_v 256, and 512 of latents.
+inline constexpr int kMergePasses = 2, kLatentMergePasses = 4;
+static_assert(kLatentMergePasses <= SplitTile::kWarps, "a warp stores a pass");
+template <int kPasses>
+using MergeShares = float4[SplitTile::kWarps][kPasses][32];
 
 // What happens at the end of a row: its head's sink takes part, and the largest score is stored where it is wanted.
 struct RowEnding {
@@ -45,11 +48,11 @@ __device__ __forceinline__ uint32_t merged_row(const SplitGrid& g) {
 
 // Puts the parts of a row together: of a CTA, warp i has the parts i, i + 4, ..., then the four are added in order; a warp
 // alone adds up to four in order. `number`: of the row among those that have parts.
-template <typename E>
+template <typename E, int kPasses>
 __device__ __forceinline__ void merge_row(const FwdParams& p, const SplitGrid& g, const RowEnding& ending,
                                           const RowPlace& at, bool inside, int64_t number, int splits,
-                                          MergeShares& shares) {
-  constexpr int kWarps = SplitTile::kWarps, kPasses = kMergePasses;
+                                          MergeShares<kPasses>& shares) {
+  constexpr int kWarps = SplitTile::kWarps;
   const bool by_warp = g.splits <= kPartsOfWarp;
   const int lane = threadIdx.x % 32, warp = by_warp ? 0 : threadIdx.x / 32;
   const float scale = ending.unit_log2;
@@ -127,7 +130,7 @@ template <typename E>
 __global__ void __launch_bounds__(SplitTile::kThreads)
     fwd_merge_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
                      const __grid_constant__ RowEnding ending) {
-  __shared__ MergeShares shares;
+  __shared__ MergeShares<kMergePasses> shares;
   ptx::wait_for_kernel_before();
   const uint32_t row = merged_row(g);
   if (row >= g.total_rows) return;
@@ -141,7 +144,7 @@ __global__ void __launch_bounds__(SplitTile::kThreads)
   } else if (ending.sinks != nullptr) {
     inside = token >= problem.cu_seqlens_q[0] && token < problem.cu_seqlens_q[problem.batch];
   }
-  merge_row<E>(p, g, ending, at, inside, row, g.splits, shares);
+  merge_row<E, kMergePasses>(p, g, ending, at, inside, row, g.splits, shares);
 }
 
 }  // namespace flash_ext::sm80

@@ -70,16 +70,21 @@ inline std::string encode_heads_map(CUtensorMap& map, const StridedView& x, cons
   return encode(map, x.ptr, map_type_of(p.dtype), dims, strides, b);
 }
 
-// What packed tiles add, with the map of Q.
-template <typename T>
-std::string prepare_packed(const FwdCall& c, const Launch& l, PackedFwdArgs& a, FwdMaps& maps) {
-  const int group = static_cast<int>(l.grid.shared.divisor);
+// What kernels add whose CTAs share out the keys of a sequence.
+inline void prepare_parts(const FwdCall& c, const Launch& l, PackedFwdArgs& a) {
   a.parts = c.plan.split_kv;
   a.c = c.plan.kv_cache;
   a.partials = part_of<void>(c.workspace, c.plan.workspace.kv_partials);
   a.tile_rows = a.c.tile_rows;
-  a.tile_queries = a.tile_rows / group;
+  a.tile_queries = a.tile_rows / static_cast<int>(l.grid.shared.divisor);
   a.row_tiles = Divisor(l.grid.blocks);
+}
+
+// What packed tiles add, with the map of Q.
+template <typename T>
+std::string prepare_packed(const FwdCall& c, const Launch& l, PackedFwdArgs& a, FwdMaps& maps) {
+  prepare_parts(c, l, a);
+  const int group = static_cast<int>(l.grid.shared.divisor);
   Box box{T::kChunkColumns, group};
   box.others = a.tile_queries;
   return encode_heads_map(maps.q, c.p.q, c.p.problem, box);

@@ -35,6 +35,7 @@ struct PackedTraits : FwdTraits<E, D, D, D <= 128> {
   using Args = PackedFwdArgs;
   static constexpr bool kParts = true, kPacked = true;
   static constexpr bool kQuantized = false;  // quantized.cuh
+  static constexpr bool kCutsQueries = false;  // whether a tile may have some heads of a query (fwd_latent/kernel.cuh)
   static constexpr FwdTile kTile = packed_tile(D, kSharesKeys);
   static constexpr int kBlockM = kTile.block_m(), kKvStages = kTile.kv_stages;
   static constexpr int kKeys = kSharesKeys ? Base::kBlockN / 2 : Base::kBlockN;
@@ -53,7 +54,13 @@ struct PackedTraits : FwdTraits<E, D, D, D <= 128> {
 struct PackedRow {
   int query, head;  // head: among all
 
+  template <typename T>
   __device__ static __forceinline__ PackedRow of(const PackedFwdArgs& a, const Work& w, int row) {
+    if constexpr (T::kCutsQueries) {
+      row += w.block * T::kBlockM;
+      const int query = static_cast<int>(divide(row, a.grid.shared));
+      return {query, row - query * static_cast<int>(a.grid.shared.divisor)};
+    }
     const int group = static_cast<int>(a.grid.shared.divisor), query = static_cast<int>(divide(row, a.grid.shared));
     return {w.block * a.tile_queries + query, w.h * group + row - query * group};
   }
@@ -61,6 +68,19 @@ struct PackedRow {
     return row < a.tile_rows && query < w.q.length;
   }
 };
+
+// The queries of a tile; last < first behind the last one.
+template <typename T>
+__device__ __forceinline__ QueryRange queries_of_tile(const PackedFwdArgs& a, const Work& w) {
+  if constexpr (T::kCutsQueries) {
+    const int rows = w.q.length * static_cast<int>(a.grid.shared.divisor), first = w.block * T::kBlockM;
+    if (first >= rows) return {1, 0};
+    return {static_cast<int>(divide(first, a.grid.shared)),
+            static_cast<int>(divide(min(first + T::kBlockM, rows) - 1, a.grid.shared))};
+  }
+  const int first = w.block * a.tile_queries;
+  return {first, min(first + a.tile_queries, w.q.length) - 1};
+}
 
 __device__ __forceinline__ float* packed_lse(const PackedFwdArgs& a, const Work& w, const PackedRow& at) {
   return a.p.lse == nullptr ? nullptr : a.p.lse + row_stat_offset(a.p.problem, w, at.head) + at.query;
@@ -71,7 +91,7 @@ template <typename T>
 __device__ __forceinline__ void store_empty_packed(const PackedFwdArgs& a, const Work& w, int lane) {
 #pragma unroll 1
   for (int row = 0; row < a.tile_rows; ++row) {
-    const PackedRow at = PackedRow::of(a, w, row);
+    const PackedRow at = PackedRow::of<T>(a, w, row);
     if (!at.is_there(a, w, row)) break;
     if (float* const lse = packed_lse(a, w, at); lse != nullptr && lane == 0) *lse = -INFINITY;
     zero_rows(a.p.out, w.b, w.q.start + at.query, at.head, 1, a.p.problem.head_dim_v, lane);
@@ -119,13 +139,14 @@ __device__ __forceinline__ bool join_halves(uint32_t smem, int group, float (&o)
   return group == 0;
 }
 
-// Stores what a thread holds of two rows: a part, or the result.
-template <typename T>
+// Stores what a thread holds of two rows: a part, or the result. `from`: the first of the columns that it has.
+template <typename T, int kCount>
 __device__ __forceinline__ void store_packed(const PackedFwdArgs& a, const typename T::Tile& work,
-                                             const float (&o)[T::kHeadDimV / 2], const RowState& state, int row,
-                                             int lane) {
+                                             const float (&o)[kCount], const RowState& state, int row, int lane,
+                                             int from = 0) {
   const Work& w = work.w;
-  const int columns = a.p.problem.head_dim_v, quad_lane = lane % 4;
+  const int columns = a.p.problem.head_dim_v - from, quad_lane = lane % 4;
+  const bool stores_stats = quad_lane == 0 && from == 0;
   float factor = 1.f;
   if constexpr (T::kQuantized) factor = work.of_v;
 #pragma unroll
@@ -133,18 +154,18 @@ __device__ __forceinline__ void store_packed(const PackedFwdArgs& a, const typen
     float sum = state.sum[half];
     sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
     sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
-    const PackedRow at = PackedRow::of(a, w, row + 8 * half);
+    const PackedRow at = PackedRow::of<T>(a, w, row + 8 * half);
     const bool is_there = at.is_there(a, w, row + 8 * half);
     if (work.part != PackedTile::kWhole) {
       if (!is_there) continue;
       const int in_sequence = w.block * a.tile_rows + row + 8 * half;
       const int64_t number =
           work.part * a.parts.total_rows + (int64_t{w.b} * a.p.problem.num_heads_k + w.h) * a.c.rows + in_sequence;
-      if (quad_lane == 0) static_cast<float2*>(a.partials)[number] = make_float2(-state.minus_max[half], sum);
+      if (stores_stats) static_cast<float2*>(a.partials)[number] = make_float2(-state.minus_max[half], sum);
       float* const to = reinterpret_cast<float*>(static_cast<char*>(a.partials) + a.parts.stats_bytes) +
-                        number * a.parts.pitch + quad_lane * 2;
+                        number * a.parts.pitch + from + quad_lane * 2;
 #pragma unroll
-      for (int j = 0; j < T::kHeadDimV / 8; ++j) {
+      for (int j = 0; j < kCount / 4; ++j) {
         if (8 * j >= columns) break;
         *reinterpret_cast<float2*>(to + 8 * j) =
             make_float2(o[4 * j + 2 * half] * factor, o[4 * j + 2 * half + 1] * factor);
@@ -153,14 +174,14 @@ __device__ __forceinline__ void store_packed(const PackedFwdArgs& a, const typen
     }
     const bool empty = state.minus_max[half] == INFINITY && sum == 0.f;
     const float inverse = empty ? 0.f : factor / sum;
-    if (float* const lse = packed_lse(a, w, at); lse != nullptr && quad_lane == 0 && is_there) {
+    if (float* const lse = packed_lse(a, w, at); lse != nullptr && stores_stats && is_there) {
       *lse = empty ? -INFINITY : logf(sum) - state.minus_max[half] * kLn2;
     }
-    uint16_t* const out = row_pointer(a.p.out, w.b, w.q.start + at.query, at.head);
+    uint16_t* const out = row_pointer(a.p.out, w.b, w.q.start + at.query, at.head) + from;
     if (a.p.out.is_float) {
-      float* const to = float_row_pointer(a.p.out, w.b, w.q.start + at.query, at.head) + quad_lane * 2;
+      float* const to = float_row_pointer(a.p.out, w.b, w.q.start + at.query, at.head) + from + quad_lane * 2;
 #pragma unroll
-      for (int j = 0; j < T::kHeadDimV / 8; ++j) {
+      for (int j = 0; j < kCount / 4; ++j) {
         if (!is_there || 8 * j >= columns) break;
         *reinterpret_cast<float2*>(to + 8 * j) =
             make_float2(o[4 * j + 2 * half] * inverse, o[4 * j + 2 * half + 1] * inverse);
@@ -168,12 +189,12 @@ __device__ __forceinline__ void store_packed(const PackedFwdArgs& a, const typen
       continue;
     }
 #pragma unroll
-    for (int j = 0; j < T::kHeadDimV / 32; ++j) {
+    for (int j = 0; j < kCount / 16; ++j) {
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int from = 4 * (4 * j + i) + 2 * half;
-        words[i] = ptx::pack2<typename T::Element>(o[from] * inverse, o[from + 1] * inverse);
+        const int first = 4 * (4 * j + i) + 2 * half;
+        words[i] = ptx::pack2<typename T::Element>(o[first] * inverse, o[first + 1] * inverse);
       }
       transpose_quad(words, quad_lane);
       const int column = 32 * j + 8 * quad_lane;
@@ -188,6 +209,16 @@ __device__ __forceinline__ void store_packed(const PackedFwdArgs& a, const typen
 template <typename T>
 __device__ __forceinline__ void copy_packed_q(const PackedFwdArgs& a, const FwdMaps& maps, uint32_t to, uint32_t bar,
                                               const Work& w) {
+  if constexpr (T::kCutsQueries) {  // rows of heads, one after the other
+    const int64_t queries = a.p.problem.cu_seqlens_q != nullptr ? w.q.start : int64_t{w.b} * a.p.problem.seqlen_q;
+    const int row = static_cast<int>(queries) * static_cast<int>(a.grid.shared.divisor) + w.block * T::kBlockM;
+    ptx::mbarrier_arrive_expect_tx(bar, T::kQBytes);
+#pragma unroll
+    for (int i = 0; i < T::kChunks; ++i) {
+      ptx::tma_load_5d(to + i * T::kBlockM * 128, &maps.q, bar, T::kChunkColumns * i, row, 0, 0, 0);
+    }
+    return;
+  }
   const RowCoordinates at = row_coordinates(a.p.problem, w.q, w.b, w.block * a.tile_queries);
   ptx::mbarrier_arrive_expect_tx(bar, T::kChunks * a.tile_rows * 128);
 #pragma unroll
@@ -226,7 +257,7 @@ __device__ __forceinline__ void schedule_packed_work(const typename T::Args& a, 
     if (is_outside()) return a.served.upto == INT32_MAX;
     return rows() > a.served.above && rows() <= a.served.upto;
   };
-  clear_unused_rows<T>(a, smem, threadIdx.x % 32);
+  if constexpr (!T::kCutsQueries) clear_unused_rows<T>(a, smem, threadIdx.x % 32);
   if (is_first_lane()) claim_counter(a.scheduler);
   PipelineState<T::kQStages> q_ring;
   PipelineState<T::kWorkStages> work_ring;
@@ -249,8 +280,9 @@ __device__ __forceinline__ void schedule_packed_work(const typename T::Args& a, 
     __syncwarp();
     if (!is_served()) continue;
 #pragma unroll 1
-    while (w.block * a.tile_queries < w.q.length) {
-      const int first = w.block * a.tile_queries, last = min(first + a.tile_queries, w.q.length) - 1;
+    while (true) {
+      const auto [first, last] = queries_of_tile<T>(a, w);
+      if (last < first) break;
       const KeyParts parts =
           key_parts(AttnMod{p, w.q.length, w.k.length}, a.c, first, last, T::kBlockN, rows() <= a.c.rows);
       const int own_part = is_outside() ? 0 : part;

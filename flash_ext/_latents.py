@@ -28,7 +28,8 @@ def flash_mla_with_kvcache(
     """Attention of absorbed queries over latents: the values are the first columns of the keys.
 
     Args:
-        q: (batch, seqlen_q, h, d) float16 or bfloat16, on the CPU also float32 and float64. On a GPU d is 576.
+        q: (batch, seqlen_q, h, d) float16 or bfloat16, on the CPU also float32 and float64. d is 576 on a
+            GPU.
         k_cache: (num_pages, page_size, 1, d), of which pages may lie anywhere. On a GPU page_size is a
             multiple of 8.
         block_table: (batch, max_pages) int32, the pages of each sequence in order.
@@ -41,8 +42,8 @@ def flash_mla_with_kvcache(
         others: arguments of other versions of FlashMLA, at None or False.
 
     Returns:
-        out, (batch, seqlen_q, h, head_dim_v) in the dtype of q, and lse, (batch, h, seqlen_q) float32, natural
-        logarithms. A row without latents has 0 and -inf.
+        out, (batch, seqlen_q, h, head_dim_v) in the dtype of q, and lse, (batch, h, seqlen_q) float32,
+        natural logarithms. A row without latents has 0 and -inf.
 
     Raises:
         TypeError, ValueError: a shape, dtype or device does not fit; on the CPU also a length or a page.
@@ -60,8 +61,8 @@ def flash_mla_with_kvcache(
     if counting:
         tally("serving")
     return run_cached(
-        q, k_cache, k_cache[..., :head_dim_v], None, None, cache_seqlens, block_table, None, None, softmax_scale,
-        causal, (-1, -1), None,
+        q, k_cache, k_cache[..., :head_dim_v], None, None, cache_seqlens, block_table, None, None,
+        softmax_scale, causal, (-1, -1), None,
     )  # fmt: skip
 
 
@@ -74,7 +75,7 @@ def get_mla_metadata(
 ) -> tuple[Tensor, Tensor]:
     """Zeros in the form of FlashMLA's plan: int32 (1, 8) and (batch + 1,).
 
-    The kernel divides latents by lengths that it reads itself, so there is nothing to plan, and the same zeros
+    The kernel divides latents by lengths that it reads itself, so there is nothing to plan. The same zeros
     serve every step.
 
     Raises:

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "../path_choice.h"
+#include "checks.h"
 #include "tensors.h"
 
 namespace py = pybind11;
@@ -269,6 +270,7 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
     if (cache_words) {
       request.cache = &cache;
       request.cache_type = cache_type_named(std::get<1>(*cache_words));
+      request.has_latents = head_dim > checks::kMaxHeadDim;
       request.most_queries = max_seqlen[0], request.most_keys = max_seqlen[1];
     }
     const Plan found = plan(request, info, path->arch);

@@ -50,6 +50,7 @@ HOPPER_CACHED_HEAD_DIMS = (*HEAD_DIMS, 192)  # as above, without lower tiles
 # Up to 128 once more, for few rows.
 HOPPER_PACKED, HOPPER_PACKED_HEAD_DIMS = ("fwd_packed_sm90_kernel",), (64, 64, 128, 128, 256)
 HOPPER_QUANTIZED, HOPPER_QUANTIZED_HEAD_DIMS = ("fwd_packed_quantized_sm90_kernel",), (64, 64, 128, 128)
+HOPPER_LATENT = ("fwd_latent_sm90_kernel",)
 HOPPER_MOD = ("fwd_mod_sm90_kernel",)
 HOPPER_MOD_HEAD_DIMS = (64, 128, 192, 256)
 HOPPER_MOD_KINDS = (0, 2)  # scores hidden only, or all there is
@@ -76,7 +77,7 @@ HOPPER_BWD_HEAD_DIMS = (64, 96, 128)
 HOPPER_BWD_WIDE_PASSES = ("row_stats_kernel",)  # of head_dim_v
 HOPPER_BWD_WIDE_HEAD_DIMS = (192, 192, 256)
 WARPGROUPS = (
-    *HOPPER, *HOPPER_CACHED, *HOPPER_PACKED, *HOPPER_QUANTIZED, *HOPPER_BWD, *HOPPER_BWD_SPLIT, *HOPPER_MOD,
+    *HOPPER, *HOPPER_CACHED, *HOPPER_PACKED, *HOPPER_QUANTIZED, *HOPPER_LATENT, *HOPPER_BWD, *HOPPER_BWD_SPLIT, *HOPPER_MOD,
     *HOPPER_BWD_MOD,
 )  # fmt: skip
 SPLIT = ("fwd_split_kernel", "fwd_split_mod_kernel")  # in both machine codes, for 16 and for 64 rows
@@ -88,11 +89,11 @@ SHORT_TILES = {32: 4, 64: 4, 128: 4, 256: 3}  # of 16, 32, 64 and, up to head_di
 SHORT_BWD_TILES = SHORT_TILES | {128: 3, 256: 2}
 MERGE = (
     "fwd_merge_kernel",
-    "fwd_merge_cached_kernel",
     "sum_heads_kernel",
     "append_kv_kernel",
     "append_bytes_kernel",
 )  # any head_dim
+CACHED_MERGE, CACHED_MERGE_COLUMNS = ("fwd_merge_cached_kernel",), (2, 4)  # 128 times so many at most
 # Over a paged cache.
 CACHED, CACHED_SPLIT = ("fwd_cached_kernel",), ("fwd_split_cached_kernel", "fwd_split_cached_mod_kernel")
 QUANTIZED, CACHE_TYPES = ("fwd_split_quantized_kernel",), ("1", "2")  # e4m3, int8
@@ -241,7 +242,10 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         *itertools.product(("fp8_stats_kernel",), DTYPES, (None,), (None,)),
         *itertools.product(("fp8_numbers_kernel",), DTYPES, FP8_NUMBERS, (None,)),
     ]
-    merge = itertools.product(MERGE, DTYPES, (None,), (None,))
+    merge = [
+        *itertools.product(MERGE, DTYPES, (None,), (None,)),
+        *itertools.product(CACHED_MERGE, DTYPES, CACHED_MERGE_COLUMNS, (None,)),
+    ]
     short = [
         *(
             x
@@ -270,6 +274,7 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         *itertools.product(HOPPER_CACHED, DTYPES, HOPPER_CACHED_HEAD_DIMS, (None,)),
         *itertools.product(HOPPER_PACKED, DTYPES, HOPPER_PACKED_HEAD_DIMS, (None,)),
         *itertools.product(HOPPER_QUANTIZED, DTYPES, HOPPER_QUANTIZED_HEAD_DIMS, (None,)),
+        *itertools.product(HOPPER_LATENT, DTYPES, (None,), (None,)),
     ]  # fmt: skip
     for arch in ARCHS:
         hopper = arch == "sm_90a"
@@ -392,7 +397,7 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
         seen += 1
     plain = len(HOPPER) * len(HOPPER_HEAD_DIMS) + len(HOPPER_CACHED) * len(HOPPER_CACHED_HEAD_DIMS)
     plain += len(HOPPER_PACKED) * len(HOPPER_PACKED_HEAD_DIMS)
-    plain += len(HOPPER_QUANTIZED) * len(HOPPER_QUANTIZED_HEAD_DIMS)
+    plain += len(HOPPER_QUANTIZED) * len(HOPPER_QUANTIZED_HEAD_DIMS) + len(HOPPER_LATENT)
     wide = 2 * len(HOPPER_BWD_WIDE_HEAD_DIMS)
     narrow = len(DQ_KINDS) * len(HOPPER_BWD) * len(HOPPER_BWD_HEAD_DIMS) + 2 * len(FEW_ROWS)
     narrow += len(HOPPER_BWD) * len(FEW_KEYS)

@@ -19,10 +19,11 @@ def flash_mla_with_kvcache(
     block_table: Tensor,
     cache_seqlens: Tensor,
     head_dim_v: int,
-    tile_scheduler_metadata: Tensor | None = None,
-    num_splits: Tensor | None = None,
+    tile_scheduler_metadata: Any = None,
+    num_splits: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
+    out: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention of absorbed queries over latents: the values are the first columns of the keys.
@@ -39,6 +40,7 @@ def flash_mla_with_kvcache(
         softmax_scale: default 1 / sqrt(d). Models whose keys had another head_dim before they were absorbed
             give that of theirs.
         causal: the last query sees all latents, each one before it one less.
+        out: where the result is written as well, (batch, seqlen_q, h, head_dim_v) in the dtype of q.
         others: arguments of other versions of FlashMLA, at None or False.
 
     Returns:
@@ -60,20 +62,27 @@ def flash_mla_with_kvcache(
         raise ValueError(f"head_dim_v must be from 1 to head_dim {k_cache.shape[-1]}, got {head_dim_v}.")
     if counting:
         tally("serving")
-    return run_cached(
+    found, lse = run_cached(
         q, k_cache, k_cache[..., :head_dim_v], None, None, cache_seqlens, block_table, None, None,
         softmax_scale, causal, (-1, -1), None,
     )  # fmt: skip
+    if out is None:
+        return found, lse
+    if out.shape != found.shape or out.dtype != found.dtype:
+        raise ValueError(
+            f"out must have shape {tuple(found.shape)} in {found.dtype}, got {tuple(out.shape)} {out.dtype}."
+        )
+    return out.copy_(found), lse
 
 
 def get_mla_metadata(
-    cache_seqlens: Tensor,
-    num_q_tokens_per_head_k: int,
-    num_heads_k: int,
+    cache_seqlens: Tensor | None = None,
+    num_q_tokens_per_head_k: int = 1,
+    num_heads_k: int = 1,
     num_heads_q: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Zeros in the form of FlashMLA's plan: int32 (1, 8) and (batch + 1,).
+    """Zeros in the form that FlashMLA's plan had at first: int32 (1, 8) and (batch + 1,).
 
     The kernel divides latents by lengths that it reads itself, so there is nothing to plan. The same zeros
     serve every step.
@@ -82,9 +91,9 @@ def get_mla_metadata(
         NotImplementedError: an argument that is not served.
     """
     _refuse(others)
-    device = cache_seqlens.device
+    device, batch = (None, 0) if cache_seqlens is None else (cache_seqlens.device, cache_seqlens.shape[0])
     plan = torch.zeros(1, 8, dtype=torch.int32, device=device)
-    return plan, torch.zeros(cache_seqlens.shape[0] + 1, dtype=torch.int32, device=device)
+    return plan, torch.zeros(batch + 1, dtype=torch.int32, device=device)
 
 
 def _refuse(others: dict[str, Any]) -> None:

@@ -285,7 +285,8 @@ constexpr int64_t kDividedLatentRows = 1024;
 bool supports_latents(Req r, Dev) {
   const Problem& x = r.problem;
   const bool fits = x.head_dim == sm90::LatentTile::kHeadDim && x.head_dim_v == sm90::LatentTile::kHeadDimV;
-  return r.has_latents && r.modifiers == nullptr && fits && x.num_heads_k == 1 && supports_tma_pieces(r);
+  return r.has_latents && r.modifiers == nullptr && fits && x.num_heads_k == 1 && supports_tma_pieces(r) &&
+         x.total_q * x.num_heads <= 1 << 30;  // TMA counts rows of all heads in 32 bits
 }
 void build_latents(Req r, Dev d, Plan& p) {
   using Tile = sm90::LatentTile;

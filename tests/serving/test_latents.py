@@ -79,6 +79,11 @@ def test_as_flash_mla_is_called(count: int, device: str) -> None:
     plan = serving.get_mla_metadata(cache.lengths, count * 16, 1)
     assert [t.dtype for t in plan] == [torch.int32] * 2 and plan[1].shape == (5,)
     out, lse = serving.flash_mla_with_kvcache(q, cache.k, cache.table, cache.lengths, DV, *plan, causal=True)
+    kept = torch.empty_like(out)
+    again, _ = serving.flash_mla_with_kvcache(
+        q, cache.k, cache.table, cache.lengths, DV, serving.get_mla_metadata()[0], causal=True, out=kept
+    )
+    assert again is kept and torch.equal(kept, out)
     outs, lses = truth(list(q), cache.rows, (-1, 0))
     close(out, torch.stack(outs), "out")
     close(lse, torch.stack(lses), "lse")

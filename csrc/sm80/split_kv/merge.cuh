@@ -106,7 +106,7 @@ __device__ __forceinline__ void merge_row(const FwdParams& p, const SplitGrid& g
     return;
   }
   float4 x[kPasses] = {};
-#pragma unroll 8
+#pragma unroll 16 / kPasses
   for (int part = warp; part < splits; part += kWarps) {
     weigh(part, [&](int i, const float4& y, float factor) {
       x[i].x += y.x * factor, x[i].y += y.y * factor, x[i].z += y.z * factor, x[i].w += y.w * factor;

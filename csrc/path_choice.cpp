@@ -17,7 +17,7 @@ namespace flash_ext {
 
 namespace {
 
-std::string why_not_sm80(const Problem& p, const DeviceInfo& d) {
+std::string why_not_portable(const Problem& p, const DeviceInfo& d, bool fits) {
   if (d.cc_major < 8) {
     return "compute capability " + std::to_string(d.cc_major) + "." + std::to_string(d.cc_minor) +
            " is below 8.0 (Ampere)";
@@ -26,7 +26,7 @@ std::string why_not_sm80(const Problem& p, const DeviceInfo& d) {
     return std::to_string(d.smem_per_block) + " bytes of shared memory per block, " + std::to_string(kSmemLimitSmall) +
            " needed";
   }
-  if (padded_head_dim(p.head_dim, p.head_dim_v) == 0) {
+  if (!fits) {
     return "head_dim " + std::to_string(std::max(p.head_dim, p.head_dim_v)) + " > 256";
   }
   const int64_t longest = p.is_varlen() ? std::max(p.total_q, p.total_k) : std::max<int64_t>(p.seqlen_q, p.seqlen_k);
@@ -35,6 +35,9 @@ std::string why_not_sm80(const Problem& p, const DeviceInfo& d) {
   }
   return {};
 }
+
+bool has_padded_size(const Problem& p) { return padded_head_dim(p.head_dim, p.head_dim_v) != 0; }
+std::string why_not_sm80(const Problem& p, const DeviceInfo& d) { return why_not_portable(p, d, has_padded_size(p)); }
 
 bool built_for_hopper() {
   static const bool found = std::strstr(build_info().archs, "9.0a") != nullptr;
@@ -53,7 +56,7 @@ std::string why_not_sm90(const Problem& p, const DeviceInfo& d) {
     return std::to_string(d.smem_per_block) + " bytes of shared memory per block, " + std::to_string(kSmemLimitLarge) +
            " needed";
   }
-  return why_not_sm80(p, d);
+  return why_not_portable(p, d, has_padded_size(p) || has_latent_sizes(p));
 }
 
 }  // namespace

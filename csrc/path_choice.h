@@ -19,6 +19,11 @@ struct Path {
   std::string (*why_not)(const Problem&, const DeviceInfo&);
 };
 
+// One key head of latents, whose first columns are the value: beyond the other limits, and of caches alone.
+inline bool has_latent_sizes(const Problem& p) {
+  return p.head_dim == 576 && p.head_dim_v == 512 && p.num_heads_k == 1;
+}
+
 // The GPU paths in the order they are tried: the first that accepts runs.
 const std::vector<Path>& gpu_paths();
 

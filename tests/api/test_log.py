@@ -87,7 +87,8 @@ from flash_ext import distributed as d
 names = [(flash_ext, name) for name in flash_ext.__all__]
 names += [(flash_ext.compat.flash_attn, name) for name in flash_ext.compat.flash_attn.__all__]
 names += [(module, name) for module in (d, flash_ext.fp8, flash_ext.serving) for name in module.__all__]
-names.remove((flash_ext.serving, "get_scheduler_metadata"))  # which is no call of attention, either
+for name in ("get_scheduler_metadata", "get_mla_metadata"):
+    names.remove((flash_ext.serving, name))  # which is no call of attention, either
 names.remove((flash_ext, "count"))  # which is no call of attention
 names += [(flash_ext.integrations.transformers, "register"), (flash_ext.nn.MultiheadAttention, "forward")]
 for owner, name in names:

@@ -444,6 +444,7 @@ def row_calls() -> Iterator[RowCall]:
         yield RowCall(
             "sm90.fwd_cached.packed_quantized", (30, 700), (8, 2), options=("pages", "e4m3"), asks=asks
         )
+        yield RowCall("sm90.fwd_cached.latent", (3, 700), (8, 1), 576, ("pages", "causal"), asks)
     yield RowCall("sm90.fwd_cached", (200, 700), (8, 2), options=("pages",))
     yield RowCall("sm90.fwd_cached", (200, 700), (8, 2), options=("pages", "causal"))  # some see nothing
 
@@ -460,7 +461,8 @@ def test_every_forward_of_the_plan_is_here() -> None:
 def test_rows_serve_these_calls(call: RowCall) -> None:
     sizes = [f"{name}={a}/{b}" for name, (a, b) in (("seqlen", call.lengths), ("heads", call.heads))]
     batch = 1 if "packed" in call.options else BATCH  # packed lengths are those of all sequences together
-    words = [*sizes, f"head_dim={call.head_dim}", f"batch={batch}", call.backend, *call.options]
+    head_dim = "576/512" if call.head_dim == 576 else str(call.head_dim)
+    words = [*sizes, f"head_dim={head_dim}", f"batch={batch}", call.backend, *call.options]
     assert planned.plan(f"fwd {' '.join(words)} gpu=9.0/132")["row"] == call.row
 
 
@@ -512,6 +514,8 @@ class Prepared:
             self.pages = [
                 torch.randn(BATCH * count, size, call.heads[1], call.head_dim, **make) for _ in range(2)
             ]
+            if call.head_dim == 576:  # latents, whose first columns are the value
+                self.pages[1] = self.pages[0][..., :512]
             if "e4m3" in self.words:
                 self.pages = [x.to(torch.float8_e4m3fn) for x in self.pages]
             self.table = torch.randperm(BATCH * count, device="cuda").int().view(BATCH, count)

@@ -127,7 +127,7 @@ def test_reference_lists_what_the_package_shows() -> None:
     public = [name for name in dir(flash_ext) if not name.startswith("_")]
     here, serving, fp8 = code_blocks(REFERENCE, "py")
     check_signatures(here, flash_ext, {name for name in public if callable(getattr(flash_ext, name))})
-    engines = {name for name in flash_ext.serving.__all__ if name.startswith(("flash_attn_", "get_"))}
+    engines = {name for name in flash_ext.serving.__all__ if name.startswith(("flash_", "get_"))}
     check_signatures(serving, flash_ext.serving, set(flash_ext.serving.__all__) - engines)
     check_signatures(fp8, flash_ext.fp8, set(flash_ext.fp8.__all__))
     modules = {name for name in public if isinstance(getattr(flash_ext, name), ModuleType)}

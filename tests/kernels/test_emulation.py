@@ -45,8 +45,10 @@ EDITS = [
      "    static float factors_of_rows"),
     ("sm80/split_kv/quantized.cuh", "    __shared__ __align__(8) float factors_of_keys",
      "    static float factors_of_keys"),
-    ("sm80/split_kv/cached.cuh", "  __shared__ MergeShares shares", "  static MergeShares shares"),
-    ("sm80/split_kv/merge.cuh", "  __shared__ MergeShares shares", "  static MergeShares shares"),
+    ("sm80/split_kv/cached.cuh", "  __shared__ MergeShares<kPasses> shares",
+     "  static MergeShares<kPasses> shares"),
+    ("sm80/split_kv/merge.cuh", "  __shared__ MergeShares<kMergePasses> shares",
+     "  static MergeShares<kMergePasses> shares"),
     ("common/tiles.cuh", """\
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\\n" ::"r"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]),
                "r"(w[3])

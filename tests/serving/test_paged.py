@@ -363,7 +363,8 @@ def test_which_kernels_are_launched() -> None:
     assert names([1] * 200, 1, length=200) == [SPLIT]  # enough for the GPU without parts
     assert names([1], 1, (24, 1)) == [PACKED, MERGE]
     assert names([1], 1, (24, 1), page_size=1) == [SPLIT, MERGE]
-    assert [one["block_m"] for one in launches([1, 5], 5) if "block_m" in one] == [16, 128]
+    assert [one["block_m"] for one in launches([1, 5], 5) if "block_m" in one] == [16, 64]
+    assert [one["block_m"] for one in launches([1, 17], 17) if "block_m" in one] == [16, 128]
     assert [one["block_m"] for one in launches([1, 5], 5, page_size=1) if "block_m" in one] == [16, 64]
     # Several waves where there is more than one length, of 2048 keys a part at least.
     grids = [launches([1] * 200, 1, length=length)[0]["grid"] for length in (3000, 4096, 9000)]

@@ -367,7 +367,7 @@ void run(const FwdParams& p, const Modifiers& m, const Plan& plan, const KvCache
     for (blockIdx.x = 0; blockIdx.x < l.ctas; ++blockIdx.x) {
       emu::run_cta(l.threads, [&] {
         if (l.kernel == KernelId::kFwdMergeCached80) {
-          sm80::fwd_merge_cached_kernel<E>(p, g, cache, c, sm80::RowEnding{p.problem.abs_scale_log2}, l.rows.above,
+          sm80::fwd_merge_cached_kernel<E, sm80::kMergePasses>(p, g, cache, c, sm80::RowEnding{p.problem.abs_scale_log2}, l.rows.above,
                                            c.narrow_block_n);
         } else if (l.kernel == KernelId::kFwdSplitQuantized80) {
           const auto run_tile = [&]<CacheType kType>() {

@@ -33,7 +33,7 @@ bool supports_pool(Req r, Dev d) {
 }
 
 bool prefers_whole_keys(Req r, Dev d) { return sm90::prefers_whole_keys(r.problem, d, r.constraints); }
-bool prefers_stored(Req r, Dev) { return sm90::prefers_stored_dq(r.problem, r.constraints); }
+bool prefers_stored(Req r, Dev d) { return sm90::prefers_stored_dq(r.problem, d, r.constraints); }
 bool prefers_split_short(Req r, Dev d) { return sm90::prefers_split_bwd(r.problem, d, r.constraints); }
 bool prefers_ordered(Req r, Dev d) { return r.deterministic || sm90::prefers_order(r.problem, d, r.constraints); }
 

@@ -268,8 +268,7 @@ inline bool has_whole_keys(const Problem& p, const Constraints& c) {
          std::max(p.head_dim, p.head_dim_v) <= 128;
 }
 inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Constraints& c) {
-  const bool is_padded_to_128 = padded_head_dim(p.head_dim, p.head_dim_v) == kShortHeadDim;
-  const bool splits_dq = is_padded_to_128 && !c.q_splits && has_few_tiles(p, d);
+  const bool splits_dq = !c.q_splits && has_few_tiles(p, d);
   return has_whole_keys(p, c) && !c.dq_pool && !splits_dq;
 }
 
@@ -278,7 +277,9 @@ inline bool has_stored_dq(const Problem& p, const Constraints& c) {
   return c.short_kernels && !p.is_varlen() && p.seqlen_k <= kStoredTile.block_n() &&
          std::max(p.head_dim, p.head_dim_v) <= kStoredHeadDim;
 }
-inline bool prefers_stored_dq(const Problem& p, const Constraints& c) { return has_stored_dq(p, c) && !c.dq_pool; }
+inline bool prefers_stored_dq(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  return has_stored_dq(p, c) && !c.dq_pool && !has_few_tiles(p, d);
+}
 
 // Among how many CTAs the queries of a block of keys are divided, where there are few blocks: each makes dK and dV of its
 // queries in fp32, and two kernels add them. Counted in steps of 64 queries, of which a block that begins and ends costs

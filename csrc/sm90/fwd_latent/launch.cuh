@@ -6,12 +6,12 @@
 
 namespace flash_ext::sm90 {
 
-// Rows of heads lie one after the other in q, whatever query they belong to.
+// Rows of heads lie one after the other in q, whatever query they belong to: it is contiguous.
 inline std::string encode_latent_q_map(CUtensorMap& map, const FwdParams& p) {
   const Problem& r = p.problem;
   const cuuint64_t dims[5] = {static_cast<cuuint64_t>(r.head_dim), static_cast<cuuint64_t>(r.total_q * r.num_heads), 1,
                               1, 1};
-  const cuuint64_t strides[4] = {map_stride(p.q.head_stride, 2), 16, 16, 16};
+  const cuuint64_t strides[4] = {map_stride(r.head_dim, 2), 16, 16, 16};
   return encode(map, p.q.ptr, map_type_of(r.dtype), dims, strides, Box{64, LatentTile::kRows});
 }
 

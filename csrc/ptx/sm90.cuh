@@ -192,7 +192,7 @@ __device__ __forceinline__ void bar_arrive_only(int id, int threads) {
 
 // Registers a thread of each warpgroup, all together, that a launch of so many warpgroups gets and setmaxnreg shares out.
 template <int kWarpgroups>
-inline constexpr int kRegisterBudget = kWarpgroups == 3 ? 504 : 512;
+inline constexpr int kRegisterBudget = kWarpgroups * (512 / kWarpgroups / 8 * 8);
 
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_dec() {

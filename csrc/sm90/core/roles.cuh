@@ -1,5 +1,5 @@
-// Who does what in a CTA of the sm90 kernels: the first warpgroup produces, a warp a job; the others consume. The last one
-// converts what comes, in kernels that say so (kConverterRegs).
+// Who does what in a CTA of the sm90 kernels: the first warpgroup produces, a warp a job; the others consume. The last ones
+// convert what comes, in kernels that say so (kConverterGroups, kConverterRegs).
 #pragma once
 
 #include "../../ptx/sm80.cuh"
@@ -7,32 +7,34 @@
 
 namespace flash_ext::sm90 {
 
+struct NoConverters {
+  static constexpr int kConverterGroups = 0, kConverterRegs = 0;
+};
 template <typename T>
-inline constexpr int kConverterRegsOf = 0;
-template <typename T>
-  requires requires { T::kConverterRegs; }
-inline constexpr int kConverterRegsOf<T> = T::kConverterRegs;
+using ConvertersOf = std::conditional_t<requires { T::kConverterGroups; }, T, NoConverters>;
 struct NoConverter {
-  __device__ __forceinline__ void operator()() const {}
+  __device__ __forceinline__ void operator()(int) const {}
 };
 
 // Sets up the barriers and runs produce(warp) in the warps of the first warpgroup, consume(group) in the others, whose
-// numbers begin with 1, convert() in the last one where it converts. Registers move to those that consume.
+// numbers begin with 1, convert(index) in the last ones where they convert. Registers move to those that consume.
 template <typename T, typename Barriers, typename Produce, typename Consume, typename Convert = NoConverter>
 __device__ __forceinline__ void play_roles(const Barriers& bars, const Produce& produce, const Consume& consume,
                                            const Convert& convert = {}) {
-  constexpr int kGroups = T::kThreads / 128, kConverterRegs = kConverterRegsOf<T>;
-  constexpr int kConsumers = kGroups - 1 - (kConverterRegs > 0);
-  static_assert(T::kProducerRegs + kConsumers * T::kConsumerRegs + kConverterRegs <= ptx::kRegisterBudget<kGroups>);
+  constexpr int kGroups = T::kThreads / 128;
+  constexpr int kConverters = ConvertersOf<T>::kConverterGroups, kConverterRegs = ConvertersOf<T>::kConverterRegs;
+  constexpr int kConsumers = kGroups - 1 - kConverters;
+  static_assert(T::kProducerRegs + kConsumers * T::kConsumerRegs + kConverters * kConverterRegs <=
+                ptx::kRegisterBudget<kGroups>);
   if (threadIdx.x == 0) bars.init();
   __syncthreads();
   const int group = __shfl_sync(ptx::kFullWarp, threadIdx.x / 128, 0);
   if (group == 0) {
     ptx::setmaxnreg_dec<T::kProducerRegs>();
     produce(__shfl_sync(ptx::kFullWarp, static_cast<int>(threadIdx.x / 32), 0));
-  } else if (kConverterRegs > 0 && group == kGroups - 1) {
-    if constexpr (kConverterRegs > 0) ptx::setmaxnreg_dec<kConverterRegs>();
-    convert();
+  } else if (kConverters > 0 && group > kConsumers) {
+    if constexpr (kConverters > 0) ptx::setmaxnreg_dec<kConverterRegs>();
+    convert(group - kConsumers - 1);
   } else {
     ptx::setmaxnreg_inc<T::kConsumerRegs>();
     consume(group);
@@ -57,11 +59,11 @@ struct Cta {
 };
 
 struct NoConverterOfCta {
-  __device__ __forceinline__ void operator()(const auto&) const {}
+  __device__ __forceinline__ void operator()(const auto&, int) const {}
 };
 
 // The body of a kernel: prepare(cta) in all threads, then the roles, produce(cta, warp), consume(cta, group) and
-// convert(cta). As they take `const auto&`, they are compiled for sm_90a alone.
+// convert(cta, index). As they take `const auto&`, they are compiled for sm_90a alone.
 template <typename T, typename Shared, typename Barriers, typename Prepare, typename Produce, typename Consume,
           typename Convert = NoConverterOfCta>
 __device__ __forceinline__ void run_cta(int shared_at, int barriers_at, const Prepare& prepare, const Produce& produce,
@@ -74,7 +76,7 @@ __device__ __forceinline__ void run_cta(int shared_at, int barriers_at, const Pr
     prepare(cta);
     play_roles<T>(
         cta.bars, [&](int warp) { produce(cta, warp); }, [&](int group) { consume(cta, group); },
-        [&] { convert(cta); });
+        [&](int index) { convert(cta, index); });
   } else {
     __trap();
   }

@@ -1,4 +1,4 @@
-// The warpgroup that turns tiles of bytes (e4m3 or int8) into tiles of 16-bit elements, which wgmma multiplies.
+// The warpgroups that turn tiles of bytes (e4m3 or int8) into tiles of 16-bit elements, which wgmma multiplies.
 //
 // Both types hold every byte exactly. A factor of a slot is multiplied in fp32 before the one rounding, which is that of a
 // 16-bit cache.
@@ -95,10 +95,11 @@ __device__ __forceinline__ void convert_share(uint32_t raw, uint32_t factors, ui
       });
 }
 
-// All tiles, in the order of the rings. Which of them are K and which V does not matter here.
+// Every kConverterGroups-th tile from the `index`-th on, in the order of the rings. Which of them are K and which V does not
+// matter here.
 template <typename T, typename Ring>
 __device__ __forceinline__ void convert_tiles(const typename T::Args& a, const typename T::Tile* work_tiles,
-                                              const Ring& copies) {
+                                              const Ring& copies, int index) {
   const auto& bars = copies.bars;
   const int lane = threadIdx.x % 32;
   const ConvertedPlace<T> place = ConvertedPlace<T>::of(threadIdx.x % 128);
@@ -107,13 +108,15 @@ __device__ __forceinline__ void convert_tiles(const typename T::Args& a, const t
   PipelineState<T::kKvStages> ring;
   PipelineState<T::kWorkStages> work_ring;
   ring.phase = 1;
+  for (int i = 0; i < index; ++i) raw_ring.advance(), ring.advance();
 #pragma unroll 1
   while (true) {
     const WorkTile& work = wait_for_work<T>(work_tiles, bars, work_ring);
     if (work.w.block < 0) return;
     work_ring.advance();
+    // Two tiles a step, one of K and one of V.
 #pragma unroll 1
-    for (int left = 2 * (work.blocks.end - work.blocks.begin); left > 0; --left) {
+    for (int left = 2 / T::kConverterGroups * (work.blocks.end - work.blocks.begin); left > 0; --left) {
       wait(bars.raw_full(raw_ring.stage), raw_ring.phase);
       if (scaled) wait(bars.factors_full(raw_ring.stage), raw_ring.phase);
       wait(bars.kv_empty(ring.stage), ring.phase);
@@ -130,8 +133,8 @@ __device__ __forceinline__ void convert_tiles(const typename T::Args& a, const t
       __syncwarp();
       ptx::mbarrier_arrive_for_warp(bars.raw_empty(raw_ring.stage), lane == 0);
       ptx::mbarrier_arrive_for_warp(bars.kv_full(ring.stage), lane == 0);
-      raw_ring.advance();
-      ring.advance();
+#pragma unroll
+      for (int i = 0; i < T::kConverterGroups; ++i) raw_ring.advance(), ring.advance();
     }
   }
 }

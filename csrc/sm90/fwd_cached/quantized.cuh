@@ -3,7 +3,7 @@
 // Tiles of queries, parts of keys and consumers are those of packed.cuh. What differs is how keys and values come:
 //
 //   TMA brings bytes to a ring of their own, in the order of the ring that consumers read: K0, K1, V0, K2, V1, ...
-//   A fourth warpgroup turns them into elements of the type of q (convert.cuh), in the place and the swizzle that TMA
+//   One warpgroup or two turn them into elements of the type of q (convert.cuh), in the place and the swizzle that TMA
 //   would give those of a 16-bit cache.
 //
 // A factor of a head belongs to a whole work tile: that of k to the scale of the scores, that of v to the result. Factors
@@ -75,8 +75,8 @@ struct QuantizedTraits : PackedTraits<E, D, kSharesKeys> {
   static_assert(kConverted.plain.block_n == Base::kBlockN && kConverted.plain.block_m() == Base::kBlockM);
   static constexpr int kKvStages = kConverted.plain.kv_stages, kQStages = kConverted.plain.q_stages;
   static constexpr int kRawStages = kConverted.raw_stages, kThreads = kConverted.threads();
-  static constexpr int kConverters = 4;  // warps
-  static constexpr int kConsumerRegs = 208, kConverterRegs = 56, kProducerRegs = 40;
+  static constexpr int kConverterGroups = kConverted.converters, kConverterWarps = 4;  // warps: that convert a tile
+  static constexpr int kConsumerRegs = kConverterGroups == 2 ? 160 : 208, kConverterRegs = 56, kProducerRegs = 40;
   static constexpr int kRawRowBytes = D < 128 ? D : 128;  // of a chunk, which TMA swizzles by as many bytes
   static constexpr int kRawBytes = kConverted.raw_bytes(D), kFactorBytes = kConverted.factor_bytes();
   static constexpr int kQAt = kKvStages * Base::kStageBytes;
@@ -99,9 +99,9 @@ struct QuantizedBarriers : Barriers<T> {
   __device__ uint32_t factors_full(int stage) const { return raw_full(2 * T::kRawStages + stage); }
 
   __device__ void init() const {
-    init_pairs(raw_full(0), T::kRawStages, 1, T::kConverters);
+    init_pairs(raw_full(0), T::kRawStages, 1, T::kConverterWarps);
     for (int i = 0; i < T::kRawStages; ++i) ptx::mbarrier_init(factors_full(i), 1);
-    Barriers<T>::init(T::kConverters);
+    Barriers<T>::init(T::kConverterWarps);
   }
 };
 
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         }
       },
       [&](const auto& cta, int group) { consume<T>(a, maps, cta.smem, cta.shared, cta.bars, group - 1); },
-      [&](const auto& cta) { convert_tiles<T>(a, cta.shared, RawRing<T>{cta.smem, cta.bars}); });
+      [&](const auto& cta, int index) { convert_tiles<T>(a, cta.shared, RawRing<T>{cta.smem, cta.bars}, index); });
 }
 
 }  // namespace flash_ext::sm90

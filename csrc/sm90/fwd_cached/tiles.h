@@ -19,13 +19,15 @@ constexpr int packed_smem_bytes(int d, bool shares_keys) {
          kPackedControlBytes;
 }
 
-// Of a cache of 8 bits. Copies bring bytes to a ring of their own, from which a warpgroup turns them into elements of the ring that is multiplied.
-// Bytes on their way hide the latency of memory, so the larger part of what shared memory has is theirs.
+// Of a cache of 8 bits. Copies bring bytes to a ring of their own, from which other warpgroups turn them into elements of the
+// ring that is multiplied. Bytes on their way hide the latency of memory, so the larger part of what shared memory has is
+// theirs.
 struct ConvertedTile {
   FwdTile plain;   // of the elements
   int raw_stages;  // tiles of bytes
+  int converters;  // warpgroups, which take tiles in turn
 
-  constexpr int threads() const { return plain.threads() + 128; }
+  constexpr int threads() const { return plain.threads() + 128 * converters; }
   // Of a tile of bytes, and of the factors of its slots behind it.
   constexpr int raw_bytes(int d) const { return plain.block_n * d; }
   constexpr int factor_bytes() const { return plain.block_n * 4; }
@@ -39,8 +41,9 @@ struct ConvertedTile {
 // Of head dims 64 and 128. Four warpgroups have 128 registers a thread when they are compiled, and a product of 256 columns
 // wants 158.
 constexpr ConvertedTile converted_tile(int d, bool shares_keys) {
-  if (d == 64) return {{128, 2, 6, 2, shares_keys}, 8};
-  return {{128, 2, 3, shares_keys ? 1 : 2, shares_keys}, 4};
+  const int converters = shares_keys || d == 64 ? 2 : 1;
+  if (d == 64) return {{128, 2, 6, 2, shares_keys}, 8, converters};
+  return {{128, 2, 3, shares_keys ? 1 : 2, shares_keys}, 4, converters};
 }
 
 constexpr bool packed_tiles_fit() {

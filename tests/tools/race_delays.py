@@ -27,12 +27,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import flash_ext
 from flash_ext._ops.library import _C
 from tests import modifier_harness
 from tests.cases import Case, dense, few_query_cases, packed, small_cases
 from tests.harness import TARGETS, Target, call_backward, call_forward
 from tests.inputs import make_inputs
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
+from tests.pages import Cache, in_bytes, make_cache, packed_queries
 from tests.sources import replace_once
 from tests.tools import mutants
 from tests.tools.planted import CONTROL, MUTANTS, Edit, Mutant
@@ -112,6 +114,7 @@ def runs(target: Target) -> Iterator[tuple[str, Run]]:
         yield f"ring {case}", ring_run(case, target)
     for case in few_row_cases() if target.path == "sm90" else ():
         yield f"few rows {case}", few_rows_run(case, target)
+    yield from cached_runs(target)
 
 
 def few_row_cases() -> list[Case]:
@@ -142,6 +145,38 @@ def pool_cases() -> list[Case]:
         for head_dim in (64, 96, 128)
         for causal in (False, True)
     ]
+
+
+def cached_runs(target: Target) -> Iterator[tuple[str, Run]]:
+    """Few queries over pages of 16 and of 8 bits, and of latents, in tiles of every width."""
+    lengths = [1500, 0, 333]
+    for head_dim in (64, 128):
+        cache = make_cache(lengths, 16, 2, head_dim, device=target.device, dtype=torch.bfloat16)
+        narrow = {dtype: in_bytes(cache, dtype, "slots") for dtype in (torch.float8_e4m3fn, torch.int8)}
+        for count in (2, 9, 30):
+            yield f"pages {head_dim} {count}", cached_run(cache.k, cache.v, cache, 8, count, target)
+            for dtype, (held, descales) in narrow.items():
+                name = f"pages {head_dim} {count} {dtype}"
+                yield name, cached_run(held.k, held.v, cache, 8, count, target, **descales)
+    if target.path == "sm90":
+        cache = make_cache(lengths, 64, 1, 576, 576, target.device, torch.bfloat16)
+        for heads in (16, 128):
+            yield f"latents {heads}", cached_run(cache.k, cache.k[..., :512], cache, heads, 3, target)
+
+
+def cached_run(
+    k: Tensor, v: Tensor, cache: Cache, heads: int, count: int, target: Target, **descales: Tensor
+) -> Run:
+    q, bounds, _ = packed_queries([count] * 3, heads, k.shape[-1], str(target.device), torch.bfloat16)
+
+    def run() -> dict[str, Tensor]:
+        out, aux = flash_ext.attention_varlen(
+            q, k, v, bounds, None, causal=True, seqused_k=cache.lengths, block_table=cache.table,
+            return_aux=flash_ext.AuxRequest(lse=True), backend=target.choice, **descales,
+        )  # fmt: skip
+        return {"out": out[: 3 * count], "lse": aux.lse}
+
+    return run
 
 
 RING_SMS = 3

@@ -325,6 +325,41 @@ def run_cached(case: CacheCase, target: Target, from_host: bool = False) -> None
     assert not k.view(-1, *k.shape[2:])[slots[1:]].isnan().any()
 
 
+class LatentCase(NamedTuple):
+    """Queries of a head of 576 columns, whose first 512 are the value as well."""
+
+    page_size: int
+    heads: int
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def latent_cases() -> list[LatentCase]:
+    """Parts of keys, tiles of many queries and of a part of one."""
+    return [
+        LatentCase(64, 16, (1, 3, 0, 1), (1500, 17, 5, 0)),
+        LatentCase(8, 128, (2, 1), (333, 70)),
+        LatentCase(24, 3, (70, 0, 9), (101, 7, 333)),
+    ]
+
+
+def run_latents(case: LatentCase, target: Target, from_host: bool = False) -> None:
+    """Raises AssertionError on NaN, which slots without a key hold."""
+    made_on = "cpu" if from_host else target.device
+    cache = make_cache(list(case.lengths), case.page_size, 1, 576, 576, made_on, torch.bfloat16)
+    q, bounds, _ = packed_queries(list(case.counts), case.heads, 576, made_on, torch.bfloat16)
+    q, bounds, k, table, lengths = (
+        exact(t, target.device) for t in (q, bounds, cache.k, cache.table, cache.lengths)
+    )
+    for causal in (False, True):
+        out, aux = flash_ext.attention_varlen(
+            q, k, k[..., :512], bounds, None, causal=causal, seqused_k=lengths, block_table=table,
+            return_aux=flash_ext.AuxRequest(lse=True), backend=target.choice,
+        )  # fmt: skip
+        for t in (out, aux.lse):
+            assert not t.isnan().any(), f"{case}: a result holds NaN"
+
+
 class Fp8Case(NamedTuple):
     """Keys, values and, in mode "fp8", queries of 8 bits: the passes that make them, and the forward."""
 
@@ -370,11 +405,13 @@ def run_fp8(case: Fp8Case, target: Target, from_host: bool = False) -> None:
             assert not t.isnan().any(), f"{case}: a result holds NaN"
 
 
-AnyCase = Case | ModifierCase | CacheCase | Fp8Case
+AnyCase = Case | ModifierCase | CacheCase | LatentCase | Fp8Case
 
 
 def run_any(case: AnyCase, target: Target, from_host: bool = False) -> None:
-    runs = {ModifierCase: run_modified, CacheCase: run_cached, Fp8Case: run_fp8}
+    runs = {
+        ModifierCase: run_modified, CacheCase: run_cached, LatentCase: run_latents, Fp8Case: run_fp8,
+    }  # fmt: skip
     runs.get(type(case), run)(case, target, from_host)
 
 
@@ -390,6 +427,7 @@ def groups_of(target: Target) -> list[tuple[str, Target, list[AnyCase]]]:
             (", of few rows", on_one_multiprocessor(target), few_row_cases()),
             (", in two kernels", target, two_kernel_cases()),
             (", of many keys", target, long_cases()),
+            (", over latents", target, latent_cases()),
             (", in fp8", target, fp8_cases()),
         ]
     return groups

@@ -1,6 +1,7 @@
 """``python -m bench.accuracy``: errors against float64, ours beside the peers', on the same inputs.
 
     python -m bench.accuracy --peers fa2,cudnn,fa3 --fa3-lib PATH --cudart12 PATH --out out/accuracy.json
+    python -m bench.accuracy --set fp8 --fa3-fp8-lib PATH    # attention in fp8, see bench/fp8_accuracy.py
 
 Ten cases, half of them with outliers: N(0, 1) with N(0, 100) added to one element in a thousand, as in the
 FlashAttention-3 paper (arXiv:2407.08608, section 4.3). The error of a tensor is its relative L2 distance to
@@ -19,11 +20,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench import machine
+from bench import fp8_accuracy, fp8_report, machine
 from bench.attention import serving_paths
 from bench.entrants import Entrant, Ours
 from bench.inputs import Inputs
 from bench.peers import Sdpa, make_peers
+from bench.peers_fp8 import FP8_PEERS
 from bench.runner import DTYPES
 from bench.shapes import Case
 from flash_ext._ops.spec import AttnSpec, default_scale
@@ -150,31 +152,82 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--peers", default="fa2,cudnn,fa3", help="comma list, or 'none'")
+    parser.add_argument("--set", choices=("rounding", "fp8"), default="rounding")
+    parser.add_argument(
+        "--peers",
+        default=None,
+        help=f"comma list, or 'none'; default fa2,cudnn,fa3, and {','.join(FP8_PEERS)} with --set fp8",
+    )
     parser.add_argument("--fa3-lib", default="", help="library that registers torch.ops.flash_attn_3")
     parser.add_argument("--cudart12", default="", help="libcudart.so.12 to load before it")
     parser.add_argument(
+        "--fa3-fp8-lib", default="", help="library of vLLM that registers torch.ops._vllm_fa3_C"
+    )
+    parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default=None, help="default bf16 (GPU), fp32 (CPU)")
-    parser.add_argument("--seqlen", type=int, default=2048, help="rows of every case")
+    parser.add_argument("--dtype", choices=DTYPES, default=None, help="default bf16 (GPU, fp8), fp32 (CPU)")
+    parser.add_argument("--seqlen", type=int, default=None, help="rows of every case; default 2048")
+    parser.add_argument("--smoke", action="store_true", help="with --set fp8: short sequences, for a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default=None, help="commit to record where there is no git to ask")
-    parser.add_argument("--out", type=Path, default=Path("out/accuracy.json"))
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--out", type=Path, default=None, help="default out/accuracy.json, out/accuracy-fp8.json in fp8"
+    )
+    options = parser.parse_args(argv)
+    in_fp8 = options.set == "fp8"
+    if in_fp8 and options.seqlen is not None:
+        parser.error("--set fp8 has lengths of its own")
+    if in_fp8 and options.dtype == "fp32":
+        parser.error("--set fp8 quantises bf16 or fp16")
+    if in_fp8 and options.device == "cpu" and not options.smoke:
+        parser.error("a CPU would take hours; --smoke tries the program itself")
+    if options.smoke and not in_fp8:
+        parser.error("--smoke belongs to --set fp8")
+    options.seqlen = options.seqlen or 2048
+    options.peers = options.peers or (",".join(FP8_PEERS) if in_fp8 else "fa2,cudnn,fa3")
+    options.dtype = options.dtype or ("bf16" if in_fp8 or options.device == "cuda" else "fp32")
+    options.out = options.out or Path("out/accuracy-fp8.json" if in_fp8 else "out/accuracy.json")
+    return options
+
+
+def print_absent(console: Console, absent: dict[str, str]) -> None:
+    for name, reason in absent.items():
+        console.print(f"peer {name} is not here: {reason}", highlight=False, markup=False)
+
+
+def run_fp8(options: argparse.Namespace, console: Console) -> None:
+    """The set ``fp8``: a line per row while it runs, then the table and what does not hold."""
+    for errors in fp8_accuracy.run(options):
+        if not errors.rows:
+            print_absent(console, errors.metadata["absent_peers"])
+            continue
+        row = errors.rows[-1]
+        cells = "  ".join(
+            f"{n} {e:.3g} %" if isinstance(e, float) else f"{n} -" for n, e in row.errors.items()
+        )
+        console.print(f"{row.inputs:18} {row.seqlen_k:7}  {cells}", highlight=False, markup=False)
+    if "stopped" in errors.metadata:
+        console.print(f"stopped early: {errors.metadata['stopped']}", highlight=False, markup=False)
+    demands = fp8_report.demands(errors)
+    console.print("\n".join([*fp8_report.table(errors), *map(str, demands)]), highlight=False, markup=False)
+    for path in fp8_report.write(errors, options.out):
+        console.print(str(path), highlight=False)
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
+    console = Console(soft_wrap=True)
+    if options.set == "fp8":
+        run_fp8(options, console)
+        return 0
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
     paths = serving_paths() if on_gpu else ["cpu"]
-    dtype = DTYPES[options.dtype or ("bf16" if on_gpu else "fp32")]
-    console = Console(soft_wrap=True)
+    dtype = DTYPES[options.dtype]
     named = [] if options.peers == "none" else options.peers.split(",")
     peers, absent = make_peers(named, options.fa3_lib, options.cudart12)
-    for name, reason in absent.items():
-        console.print(f"peer {name} is not here: {reason}", highlight=False, markup=False)
+    print_absent(console, absent)
     entrants = [*(Ours(path) for path in paths), *peers]
     rows = {}
     for case in CASES:

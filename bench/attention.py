@@ -28,10 +28,13 @@ from bench.entrants import Entrant, make_ours
 from bench.feature_report import checks, held_by_path
 from bench.model_report import model_tables
 from bench.peers import CPU_PEERS, GPU_PEERS, make_peers
+from bench.peers_fp8 import FP8_PEERS
 from bench.record import DIRECTION_FILES, Results, Row, bars_against_every_peer
 from bench.report import describe, write_all, write_json
 from bench.runner import DTYPES, Setup, planned, run
-from bench.shapes import DIRECTIONS, SETS, Case
+from bench.shapes import DIRECTIONS, FP8_SETS, SETS, Case
+
+FP8_PATHS = ("auto", "fp8", "mixed", "fp8+quantise")
 
 
 def host_cost_rows(device: str, number: int = 200, repeats: int = 30) -> list[dict]:
@@ -91,19 +94,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--paths",
         default=None,
         help="comma list of our paths, auto for the one that each call takes by itself, sm90-fp16 for one in "
-        "that type, fp8, mixed and fp8+quantise for attention in fp8; default all that serve, or cpu",
+        "that type, fp8, fp8-hadamard, mixed and fp8+quantise for attention in fp8; default all that serve, "
+        f"or cpu, and {','.join(FP8_PATHS)} with --set fp8",
     )
     parser.add_argument(
         "--peers",
         default=None,
         help=f"comma list, 'none', or 'all'; default all that are found of {','.join(GPU_PEERS)} (GPU), "
-        f"{','.join(CPU_PEERS)} (CPU)",
+        f"{','.join(CPU_PEERS)} (CPU), {','.join(FP8_PEERS)} (GPU, --set fp8)",
     )
     parser.add_argument(
         "--need-peers", action="store_true", help="measure nothing where one of --peers is not here"
     )
     parser.add_argument("--fa3-lib", default="", help="library that registers torch.ops.flash_attn_3")
     parser.add_argument("--cudart12", default="", help="libcudart.so.12 to load before it")
+    parser.add_argument(
+        "--fa3-fp8-lib", default="", help="library of vLLM that registers torch.ops._vllm_fa3_C"
+    )
     machine.add_device_option(parser)
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="default bf16 (GPU), fp32 (CPU)")
     parser.add_argument("--rounds", type=int, default=6, help="interleaved rounds per row")
@@ -123,13 +130,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if not options.list:
         options.device = machine.device_asked_for(options, parser, "--set smoke")
     on_gpu = options.device == "cuda"
-    if options.paths is None:
+    in_fp8 = all(name in FP8_SETS for name in _words(options.set))
+    if options.paths is None and in_fp8:
+        options.paths = ",".join(FP8_PATHS)
+    elif options.paths is None:
         options.paths = ",".join(serving_paths()) if on_gpu else "cpu"
     if options.peers in (None, "all"):
-        options.peers = ",".join(GPU_PEERS if on_gpu else CPU_PEERS)
+        known = [*(GPU_PEERS if on_gpu else CPU_PEERS)]
+        if in_fp8:
+            known = [*(FP8_PEERS if on_gpu else ()), *(known if options.peers == "all" else ())]
+        options.peers = ",".join(known)
     options.peers = "" if options.peers == "none" else options.peers
     if options.dtype is None:
-        options.dtype = "bf16" if on_gpu else "fp32"
+        options.dtype = "bf16" if on_gpu or in_fp8 else "fp32"
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
     bad = [word for word in _words(options.dirs) if word not in DIRECTIONS]
@@ -218,7 +231,9 @@ def main(argv: list[str] | None = None) -> int:
         if options.list:
             print("\n".join(case.name for case in cases))
             return 0
-        peers, absent = make_peers(_words(options.peers), options.fa3_lib, options.cudart12)
+        peers, absent = make_peers(
+            _words(options.peers), options.fa3_lib, options.cudart12, options.fa3_fp8_lib
+        )
     except ValueError as error:
         raise SystemExit(str(error)) from None
     for name, reason in absent.items():

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 OURS = "flash_ext"
-# Okabe and Ito's palette, safe for colour-blind readers, and four more.
+# Okabe and Ito's palette, safe for colour-blind readers, and ten more.
 COLOURS = {
     OURS: "#D55E00",
     f"{OURS}, deterministic": "#E69F00",
     f"{OURS}, sm80": "#8C564B",
     f"{OURS}, sm80, deterministic": "#C49C94",
+    f"{OURS}, fp8": "#B2182B",
+    f"{OURS}, fp8, rotated": "#DE77AE",
+    f"{OURS}, fp8, mixed": "#F4A582",
+    f"{OURS}, fp8, quantised in the call": "#762A83",
     "PyTorch": "#0072B2",
     "FlashAttention-2 (PyTorch)": "#009E73",
     "FlashAttention-3": "#000000",
+    "FlashAttention-3, fp8": "#4D4D4D",
     "FlashAttention-4": "#56B4E9",
     "FlashAttention-2 (Triton)": "#AA4499",
     "cuDNN": "#CC79A7",
+    "cuDNN, fp8": "#44AA99",
     "memory-efficient (PyTorch)": "#B8A200",
     "FlexAttention": "#332288",
     "materialised": "#7F7F7F",
 }
 _LABELS = {
+    "fp8": f"{OURS}, fp8",
+    "fp8-hadamard": f"{OURS}, fp8, rotated",
+    "mixed": f"{OURS}, fp8, mixed",
+    "fp8+quantise": f"{OURS}, fp8, quantised in the call",
+    "fa3-fp8": "FlashAttention-3, fp8",
+    "cudnn-fp8": "cuDNN, fp8",
     "fa2": "FlashAttention-2 (PyTorch)",
     "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
@@ -42,7 +54,7 @@ def label_of(name: str, default: str = "") -> str:
     path, _, rest = name.partition("-")
     if rest not in ("", "det"):
         return _LABELS.get(name, name)
-    ours = path if path in ("sm90", "sm80", "cpu") else ""
+    ours = path if path in ("auto", "sm90", "sm80", "cpu") else ""
     parts = [OURS if ours else _LABELS.get(path, path)]
     parts += [ours] if ours and ours != default else []
     parts += ["deterministic"] if rest else []

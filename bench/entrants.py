@@ -196,12 +196,15 @@ class OursFp8(Ours):
     directions = ("fwd",)
     kinds = {
         "fp8": {},
+        "fp8-hadamard": {"hadamard": True},
         "mixed": {"mode": "mixed"},
         "fp8+quantise": {},
     }
 
     def takes(self, case: Case) -> bool:
-        return not case.feature and not case.asks
+        serves = {"mixed": max(case.head_dim, case.head_dim_v) <= 128}
+        serves["fp8-hadamard"] = case.head_dim & (case.head_dim - 1) == 0
+        return not case.feature and not case.asks and serves.get(self.name, True)
 
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         import flash_ext

@@ -18,6 +18,7 @@ from bench import asks, features
 from bench.entrants import Entrant, lacks
 from bench.features import window_rule
 from bench.inputs import Call, Inputs, deterministic_algorithms, through_autograd
+from bench.peers_fp8 import CudnnFp8, Fa3Fp8
 from bench.shapes import Case
 
 
@@ -302,7 +303,7 @@ CPU_PEERS = ("math",)
 
 
 def make_peers(
-    names: list[str], fa3_lib: str = "", cudart12: str = ""
+    names: list[str], fa3_lib: str = "", cudart12: str = "", fa3_fp8_lib: str = ""
 ) -> tuple[list[Entrant], dict[str, str]]:
     """The peers of those names that are here, and for each of the others what is missing.
 
@@ -318,6 +319,8 @@ def make_peers(
         "fa3": lambda: Fa3(fa3_lib, cudart12),
         "fa4": Fa4,
         "triton": TritonFlash2,
+        "fa3-fp8": lambda: Fa3Fp8(fa3_fp8_lib),
+        "cudnn-fp8": CudnnFp8,
     }
     found, absent = [], {}
     for name in names:
@@ -326,5 +329,6 @@ def make_peers(
         try:
             found.append(makers[name]())
         except Exception as error:  # noqa: BLE001 - a broken peer library must not end the run
-            absent[name] = f"{type(error).__name__}: {error}"
+            causes = [str(cause) for cause in (error, error.__cause__) if cause is not None]
+            absent[name] = f"{type(error).__name__}: {'; '.join(causes)}"
     return found, absent

@@ -1,7 +1,7 @@
 """What a run leaves behind: JSON, CSV and markdown tables, and the summary of ours against one peer.
 
 ``python -m bench.report RESULTS.json`` rebuilds every file beside it or in ``--out`` and prints the summary.
-The JSON may be compressed (``.json.gz``). No torch here.
+The JSON may be compressed (``.json.gz``), and may be that of ``bench.accuracy --set fp8``. No torch here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 from dataclasses import fields
 from pathlib import Path
 
+from bench import fp8_report
 from bench.feature_report import checks, feature_tables
 from bench.model_report import model_tables
 from bench.plots import plot
@@ -167,8 +168,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--geomean", type=float, default=1.0, help="geometric mean asked for")
     parser.add_argument("--worst", type=float, default=0.9, help="worst row allowed")
     options = parser.parse_args(argv)
-    results = Results.from_json(stored_text(options.results))
-    for path in write_all(results, options.out or options.results.parent):
+    text, folder = stored_text(options.results), options.out or options.results.parent
+    errors = fp8_report.Errors.from_json(text)
+    if errors is not None:
+        return _report_errors(errors, folder / f"{options.results.name.split('.')[0]}.json")
+    results = Results.from_json(text)
+    for path in write_all(results, folder):
         print(path)
     print("\n".join(model_tables(results, DIRECTION_FILES)))
     ours = options.ours or next(iter(our_columns(results)), "")
@@ -181,6 +186,15 @@ def main(argv: list[str] | None = None) -> int:
     held = [summary.holds(options.geomean, options.worst) for summary in bars]
     held += [check.holds for check in demands]
     return 0 if held and all(held) else 1
+
+
+def _report_errors(errors: fp8_report.Errors, path: Path) -> int:
+    """Rebuilds the files of errors in fp8; 0 where every demand holds."""
+    for written in fp8_report.write(errors, path):
+        print(written)
+    demands = fp8_report.demands(errors)
+    print("\n".join([*fp8_report.table(errors), *map(str, demands)]))
+    return 0 if demands and all(demand.holds for demand in demands) else 1
 
 
 if __name__ == "__main__":

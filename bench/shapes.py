@@ -102,6 +102,7 @@ class Case:
             self.total_q,
             self.packed,
             self.deterministic,
+            self.inference,
         )
 
 
@@ -231,21 +232,23 @@ def long_tailed(documents: int, tokens: int) -> tuple[int, ...]:
     return tuple(lengths[37 * i % documents] for i in range(documents))
 
 
-def _headline() -> list[Case]:
-    """Constant work per head_dim: 16384 tokens and a model width of 2048, whatever the sequence length."""
-    tokens, width = 16384, 2048
+def _constant_work(
+    prefix: str, tokens: int, width: int, head_dims: tuple[int, ...], seqlens: tuple[int, ...], **options
+) -> list[Case]:
+    """So many tokens and such a model width, whatever the head_dim and the sequence length."""
     return [
         _dense(
-            f"d{head_dim}-{'causal' if causal else 'full'}-s{seqlen}",
+            f"{prefix}d{head_dim}-{'causal' if causal else 'full'}-s{seqlen}",
             tokens // seqlen,
             seqlen,
             width // head_dim,
             head_dim,
             causal=causal,
+            **options,
         )
-        for head_dim in (64, 128, 256)
+        for head_dim in head_dims
         for causal in (False, True)
-        for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
+        for seqlen in seqlens
     ]
 
 
@@ -433,17 +436,21 @@ def _smoke() -> list[Case]:
 
 
 SETS: dict[str, list[Case]] = {
-    "headline": _headline(),
+    "headline": _constant_work("", 16384, 2048, (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)),
     "around": _around(),
     "features": _features("feature-", 4, 4096, 16, 128),
     "features-d256": _features("d256-feature-", 4, 4096, 8, 256),
     "features-deterministic": _features("deterministic-feature-", 4, 4096, 16, 128, deterministic=True),
     "shapes": _shapes(),
+    "fp8": _constant_work("fp8-", 16384, 2048, (64, 128, 256), (1024, 4096, 16384), inference=True),
     "models": [_model(row) for row in models.ROWS],
     "smoke": _smoke(),
     "smoke-features": _features("smoke-feature-", 2, 128, 2, 16),
+    "smoke-fp8": _constant_work("smoke-fp8-", 128, 128, (64,), (64, 128), inference=True),
     "smoke-models": [shrunken(_model(row)) for row in models.ROWS],
 }
+# Forwards whose columns are those of fp8, unless others are asked for.
+FP8_SETS = ("fp8", "smoke-fp8")
 
 
 def find_case(name: str) -> Case:

@@ -9,7 +9,9 @@ import pytest
 
 from bench import report
 from bench.colours import COLOURS, label_of
+from bench.entrants import OursFp8
 from bench.peers import CPU_PEERS, GPU_PEERS
+from bench.peers_fp8 import FP8_PEERS
 from bench.record import Results, stored_text
 from bench.training_record import TrainingResults
 from tests.bench.test_bench import synthetic
@@ -40,5 +42,6 @@ def test_ours_has_one_name_and_each_column_its_own_colour():
     assert label_of("sm90-det", "sm90") == "flash_ext, deterministic"
     assert label_of("sm80", "sm90") == "flash_ext, sm80"
     names = ["sm90", "sm90-det", "sm80", "sm80-det", *GPU_PEERS, *CPU_PEERS, "sdpa", "materialised"]
+    names += [*OursFp8.kinds, *FP8_PEERS]
     assert {label_of(name, "sm90") for name in names} == set(COLOURS)
     assert len({colour.lower() for colour in COLOURS.values()}) == len(COLOURS)

@@ -23,19 +23,20 @@ def flash_mla_with_kvcache(
     num_splits: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
+    *,
     out: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention of absorbed queries over latents: the values are the first columns of the keys.
 
     Args:
-        q: (batch, seqlen_q, h, d) float16 or bfloat16, on the CPU also float32 and float64. d is 576 on a
-            GPU.
+        q: (batch, seqlen_q, h, d) float16 or bfloat16, on the CPU also float32 and float64. On a GPU d is
+            576, or at most 256.
         k_cache: (num_pages, page_size, 1, d), of which pages may lie anywhere. On a GPU page_size is a
             multiple of 8.
         block_table: (batch, max_pages) int32, the pages of each sequence in order.
         cache_seqlens: (batch,) int32, how many latents each sequence has, those of the new tokens included.
-        head_dim_v: columns of a latent that are its value; 512 on a GPU.
+        head_dim_v: columns of a latent that are its value. On a GPU 512 of 576, or at most 256.
         tile_scheduler_metadata, num_splits: from :func:`get_mla_metadata`; they change no result.
         softmax_scale: default 1 / sqrt(d). Models whose keys had another head_dim before they were absorbed
             give that of theirs.
@@ -44,8 +45,8 @@ def flash_mla_with_kvcache(
         others: arguments of other versions of FlashMLA, at None or False.
 
     Returns:
-        out, (batch, seqlen_q, h, head_dim_v) in the dtype of q, and lse, (batch, h, seqlen_q) float32,
-        natural logarithms. A row without latents has 0 and -inf.
+        out, (batch, seqlen_q, h, head_dim_v) in the dtype of q, and lse, (batch, h, seqlen_q) natural
+        logarithms in float32, of a float64 q in float64. A row without latents has 0 and -inf.
 
     Raises:
         TypeError, ValueError: a shape, dtype or device does not fit; on the CPU also a length or a page.
@@ -60,19 +61,15 @@ def flash_mla_with_kvcache(
         raise ValueError(f"k_cache must have shape (num_pages, page_size, 1, head_dim), got {shape}.")
     if not 1 <= head_dim_v <= k_cache.shape[-1]:
         raise ValueError(f"head_dim_v must be from 1 to head_dim {k_cache.shape[-1]}, got {head_dim_v}.")
+    if out is not None:
+        _check_out(out, q, head_dim_v)
     if counting:
         tally("serving")
     found, lse = run_cached(
         q, k_cache, k_cache[..., :head_dim_v], None, None, cache_seqlens, block_table, None, None,
         softmax_scale, causal, (-1, -1), None,
     )  # fmt: skip
-    if out is None:
-        return found, lse
-    if out.shape != found.shape or out.dtype != found.dtype:
-        raise ValueError(
-            f"out must have shape {tuple(found.shape)} in {found.dtype}, got {tuple(out.shape)} {out.dtype}."
-        )
-    return out.copy_(found), lse
+    return (found if out is None else out.copy_(found)), lse
 
 
 def get_mla_metadata(
@@ -94,6 +91,15 @@ def get_mla_metadata(
     device, batch = (None, 0) if cache_seqlens is None else (cache_seqlens.device, cache_seqlens.shape[0])
     plan = torch.zeros(1, 8, dtype=torch.int32, device=device)
     return plan, torch.zeros(batch + 1, dtype=torch.int32, device=device)
+
+
+def _check_out(out: Tensor, q: Tensor, head_dim_v: int) -> None:
+    wanted = (*q.shape[:-1], head_dim_v)
+    if tuple(out.shape) != wanted or out.dtype != q.dtype or out.device != q.device:
+        raise ValueError(
+            f"out must have shape {wanted} in {q.dtype} on {q.device}, got {tuple(out.shape)} {out.dtype} on "
+            f"{out.device}."
+        )
 
 
 def _refuse(others: dict[str, Any]) -> None:

@@ -30,9 +30,18 @@ KvCache cache_of(const Tensor& k, const CallArgs& a) {
   return c;
 }
 
-// Whether v is the first columns of k, in which case one kernel reads both at once.
-bool has_latents(const Tensor& k, const Tensor& v) {
-  return k.size(-1) > v.size(-1) && k.const_data_ptr() == v.const_data_ptr() && k.strides() == v.strides();
+// Whether v is the first columns of k: one kernel reads both at once. Strides of one head, page or row say nothing.
+bool is_first_columns(const Tensor& v, const Tensor& k) {
+  for (int64_t dim = 0; dim < k.dim() - 1; ++dim) {
+    if (k.size(dim) != 1 && k.stride(dim) != v.stride(dim)) return false;
+  }
+  return k.const_data_ptr() == v.const_data_ptr();
+}
+
+// What TMA reads as one list of rows of heads.
+Tensor contiguous_and_aligned(const Tensor& q) {
+  const Tensor x = q.contiguous();
+  return is_row_aligned(x) ? x : x.clone();
 }
 
 // In units of 16 bits, as kernels copy it.
@@ -115,10 +124,10 @@ FwdResult fwd_cached_gpu(const Tensor& given_q, const Tensor& k, const Tensor& v
   check_fwd_cached(given_q, k, v, a);
   const ProfilerRange range("fwd_cached");
   const bool latents = k.size(-1) > checks::kMaxHeadDim;
-  TORCH_CHECK_NOT_IMPLEMENTED(!latents || has_latents(k, v), "beside k of head_dim ", k.size(-1), " v must be ",
+  TORCH_CHECK_NOT_IMPLEMENTED(!latents || is_first_columns(v, k), "beside k of head_dim ", k.size(-1), " v must be ",
                               "k[..., :", checks::kLatentHeadDimV,
                               "], the same memory: there are kernels for latents alone.");
-  const Tensor q = latents ? given_q.contiguous() : given_q;
+  const Tensor q = latents ? contiguous_and_aligned(given_q) : given_q;
   const OnDevice on_device(q);
   const KvCache cache = cache_of(k, a);
   const Problem problem = cached_problem(q, k, v, a, cache);
@@ -155,11 +164,12 @@ FwdResult fwd_cached_gpu(const Tensor& given_q, const Tensor& k, const Tensor& v
                         .has_latents = latents,
                         .most_queries = a.max_seqlen_q.expect_int(),
                         .most_keys = a.max_seqlen_k.expect_int()};
+  const bool fits_pieces = cache.block_table == nullptr || cache.page_size.divisor % 8 == 0;
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !latents || (path.arch == Arch::kSm90 && !is_modified && cache.page_size.divisor % 8 == 0 && problem.tma_ready),
+      !latents || (path.arch == Arch::kSm90 && !is_modified && fits_pieces && problem.tma_ready),
       "a cache of latents (head_dim ", k.size(-1), ", of which v is the first ", v.size(-1),
       ") needs a Hopper GPU, "
-      "pages of a multiple of 8 keys and rows on 16 bytes; it has no sinks, softcap, ALiBi or trees.");
+      "pages of a multiple of 8 keys and rows on 16 bytes; it has no softcap, ALiBi or trees.");
   const Plan plan = required_forward_plan(path, request, info, q);
   const Tensor workspace = workspace_of(plan, q);
   launch(path, FwdCall{.plan = plan,

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "../fp8.h"
+#include "../passes/rounding_loss.h"
 #include "api.h"
 #include "tensors.h"
 
@@ -257,7 +258,7 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
   x.by_block = a.by_block, x.hadamard = a.hadamard;
   x.seqused_k = lengths_of(a.seqused_k, p, q);
   x.stream = stream_handle(q.device());
-  const Tensor partials = new_tensor({quantize_floats(p)}, floats);
+  const Tensor partials = new_tensor({quantize_floats(p) + RoundingLoss::floats(p)}, floats);
   x.partials = partials.mutable_data_ptr<float>();
   const std::string error = quantize_fp8(x);
   TORCH_CHECK(error.empty(), "flash_ext quantize_fp8: ", error);

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "../path_choice.h"
-#include "checks.h"
 #include "tensors.h"
 
 namespace py = pybind11;
@@ -236,6 +235,10 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
   p.softmax_scale = 1.f / std::sqrt(static_cast<float>(head_dim));
   p.tma_ready = tma;
   const DeviceInfo info = device_named(device, gpu);
+  const bool in_16_bits = cache_words && cache_type_named(std::get<1>(*cache_words)) == CacheType::k16Bit;
+  if (has_latent_sizes(p) && (is_backward || !in_16_bits)) {
+    throw py::value_error("head_dim 576 of which v has 512 is that of a cache of latents: a forward over 16 bits");
+  }
   // "fp8" and "mixed" name operands, and go with no modifier.
   const bool is_fp8 = modifiers == std::vector<std::string>{"fp8"},
              is_mixed = modifiers == std::vector<std::string>{"mixed"};
@@ -270,7 +273,7 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
     if (cache_words) {
       request.cache = &cache;
       request.cache_type = cache_type_named(std::get<1>(*cache_words));
-      request.has_latents = head_dim > checks::kMaxHeadDim;
+      request.has_latents = has_latent_sizes(p);
       request.most_queries = max_seqlen[0], request.most_keys = max_seqlen[1];
     }
     const Plan found = plan(request, info, path->arch);

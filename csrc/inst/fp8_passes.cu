@@ -66,6 +66,7 @@ std::string run_stats(const QuantizeFp8& x) {
   }
   m.offset[1] = x.k_offset, m.offset[2] = x.v_offset;
   m.channel_factor = x.v_factor;
+  m.loss = RoundingLoss::behind_statistics(x.partials, x.problem);
   if (!x.by_block) m.head_factor[0] = x.q_factor, m.head_factor[1] = x.k_factor;
   const std::string error = dispatch_dtype(x.problem.dtype, [&]<typename E>() {
     return launch("fp8_stats", fp8_stats_kernel<E>, of_stats.count, kQuantizeThreads, 0, x.stream, s);
@@ -99,7 +100,8 @@ std::string run_numbers(const QuantizeFp8& x) {
   n.v.x = x.v, n.v.heads = p.num_heads_k, n.v.columns = p.head_dim_v, n.v.rows = shape.rows_k;
   n.v8 = x.v8, n.v_factor = x.v_factor, n.v_offset = x.v_offset;
   n.v_columns = transposed_columns(shape.rows_k, p.batch, packed);
-  n.v_tiles = tiles(p.total_k, shape.rows_k);
+  n.v_tiles = static_cast<int>(RoundingLoss::tiles(p));
+  n.loss = RoundingLoss::behind_statistics(x.partials, p);
   n.used = x.seqused_k;
   n.v.first = ctas.add(shape.batch * p.num_heads_k * n.v_tiles);
   return dispatch_dtype(p.dtype, [&]<typename E>() {

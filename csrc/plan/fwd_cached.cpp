@@ -21,7 +21,7 @@ int packed_dim(const Problem& p) {
   const int x = std::max(p.head_dim, p.head_dim_v);
   return x <= 64 ? 64 : x <= 128 ? 128 : 256;
 }
-// With other rows a sequence would be added up in another order in the batch-invariant mode.
+// Not in the batch-invariant mode: the longest sequence of a call would decide how the others are added up.
 bool shares_keys(const Problem& p, Dev d, int64_t rows) {
   return rows <= 64 && sm90::can_share_keys(packed_dim(p)) && !d.batch_invariant;
 }
@@ -58,18 +58,24 @@ SplitTile tile_of(Req r, int rows) {
   return r.cache_type == CacheType::k16Bit ? split_tile(size, rows) : quantized_tile(size, rows);
 }
 
+// Keys that parts of a sequence divide, at most.
+int64_t keys_of_parts(Req r, int64_t queries) {
+  const Problem& x = r.problem;
+  int64_t keys = r.cache->max_keys;
+  if (r.most_keys > 0) keys = std::min(keys, r.most_keys);
+  if (x.window_left >= 0 && x.window_right >= 0) {
+    keys = std::min(keys, int64_t{0} + x.window_left + x.window_right + queries);
+  }
+  return keys;
+}
+
 // Which kernel takes more rows than the tiles of 16 do: the portable one, or packed tiles on Hopper.
 enum class Wide { kPortable, kPacked };
 
 KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wide) {
   constexpr int kKeysOfPart = 512, kLeastKeys = 256, kLeastBytesOfWaves = 4096;
   const Problem& x = r.problem;
-  int64_t keys = r.cache->max_keys;
-  if (r.most_keys > 0) keys = std::min(keys, r.most_keys);
-  const int64_t queries = rows / (x.num_heads / x.num_heads_k);
-  if (x.window_left >= 0 && x.window_right >= 0) {
-    keys = std::min(keys, int64_t{0} + x.window_left + x.window_right + queries);
-  }
+  const int64_t keys = keys_of_parts(r, rows / (x.num_heads / x.num_heads_k));
   KvCacheGrid c;
   c.rows = static_cast<int>(std::min(rows, split_rows));
   c.queries = std::max(1, c.rows / (x.num_heads / x.num_heads_k));
@@ -279,11 +285,21 @@ bool supports_packed_quantized(Req r, Dev d) {
 // The batch-invariant mode promises equal bits for pages of every size.
 bool prefers_cached_tma(Req, Dev d) { return !d.batch_invariant; }
 
-// Latents are one head, so rows are many where queries are few: those of 8 queries of 128 heads have their keys in parts.
-constexpr int64_t kDividedLatentRows = 1024;
+// Latents are one head, so rows are many where queries are few. Up to 8 queries of 128 heads have their keys in parts; in the
+// batch-invariant mode, which has as many parts as the cache has room for, up to 2, to bound what they take.
+int64_t divided_latent_rows(Dev d) { return d.batch_invariant ? 256 : 1024; }
 
-bool supports_latents(Req r, Dev) {
+// CTAs that share out the tiles of a sequence and a part, as packed_row_tiles().
+int64_t latent_row_tiles(Req r, Dev d) {
+  constexpr int kWaves = 4, kRows = sm90::LatentTile::kRows;
+  const int64_t rows = cached_rows(r), tiles = (rows + kRows - 1) / kRows, most = divided_latent_rows(d) / kRows;
+  return std::min(tiles, std::max(most, kWaves * d.num_sms / std::max<int64_t>(1, r.problem.batch)));
+}
+
+bool supports_latents(Req r, Dev d) {
   const Problem& x = r.problem;
+  const int64_t tiles = (int64_t{2} + x.batch) * latent_row_tiles(r, d);
+  if (tiles > INT32_MAX / kMaxSplits) return false;
   const bool fits = x.head_dim == sm90::LatentTile::kHeadDim && x.head_dim_v == sm90::LatentTile::kHeadDimV;
   return r.has_latents && r.modifiers == nullptr && fits && x.num_heads_k == 1 && supports_tma_pieces(r) &&
          x.total_q * x.num_heads <= 1 << 30;  // TMA counts rows of all heads in 32 bits
@@ -292,10 +308,10 @@ void build_latents(Req r, Dev d, Plan& p) {
   using Tile = sm90::LatentTile;
   constexpr int kKeysOfPart = 512, kLeastKeys = 256;
   const Problem& x = r.problem;
-  const int64_t rows = cached_rows(r), row_tiles = (rows + Tile::kRows - 1) / Tile::kRows;
-  const int64_t keys = r.most_keys > 0 ? std::min<int64_t>(r.cache->max_keys, r.most_keys) : r.cache->max_keys;
+  const int64_t rows = cached_rows(r), row_tiles = latent_row_tiles(r, d);
+  const int64_t keys = keys_of_parts(r, rows / x.num_heads);
   KvCacheGrid c;
-  c.rows = static_cast<int>(std::min(rows, kDividedLatentRows));
+  c.rows = static_cast<int>(std::min(rows, divided_latent_rows(d)));
   c.queries = std::max(1, c.rows / x.num_heads);
   c.part_rows = int64_t{1} * x.batch * c.rows;
   c.tile_rows = Tile::kRows, c.block_n = c.narrow_block_n = Tile::kKeys;

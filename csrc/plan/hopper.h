@@ -268,7 +268,8 @@ inline bool has_whole_keys(const Problem& p, const Constraints& c) {
          std::max(p.head_dim, p.head_dim_v) <= 128;
 }
 inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Constraints& c) {
-  const bool splits_dq = !c.q_splits && has_few_tiles(p, d);
+  const bool is_padded_to_96 = padded_head_dim(p.head_dim, p.head_dim_v) == 96;
+  const bool splits_dq = !is_padded_to_96 && !c.q_splits && has_few_tiles(p, d);
   return has_whole_keys(p, c) && !c.dq_pool && !splits_dq;
 }
 
@@ -317,7 +318,7 @@ inline bool prefers_order(const Problem& p, const DeviceInfo& d, const Constrain
 
 // Whether dK and dV on the one hand and dQ on the other are faster in kernels of their own, with 7 products instead of 5
 // but without a dQ in fp32 that one pass zeroes and another one converts, which few rows notice. Where tiles are few the two
-// run side by side, and head sizes below 128 go as 128 too. The batch-invariant mode does not take it, because
+// run side by side, and head sizes from 65 on go as 128 too. The batch-invariant mode does not take it, because
 // it depends on the number of heads. Evidence: split-bwd-short, grid.
 inline bool prefers_split_bwd(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   if (p.is_varlen() || c.dq_pool || d.batch_invariant) return false;

@@ -255,13 +255,16 @@ def quantize(
     known = _known(v, cu_seqlens_k)
     mean = _mean(known, known_used) if smooth_v else known.new_zeros(known.shape[0], *known.shape[2:])
     amax = _amax(without_unused(known - mean.unsqueeze(1), known_used), (1,)).squeeze(1)
-    if smooth_v:
-        v_offset = packed_or_not(mean)
     factor = _factor(amax)
     shift, inverse = packed_or_not(mean), packed_or_not(1.0 / factor)
     if cu_seqlens_k is None:
         shift, inverse = shift.unsqueeze(1), inverse.unsqueeze(1)
-    v8 = transpose_values(_rounded((v.float() - shift) * inverse), cu_seqlens_k, seqused_k)
+    scaled = (v.float() - shift) * inverse
+    numbers = _rounded(scaled)
+    if smooth_v:
+        lost = without_unused(scaled - numbers.float(), used)
+        v_offset = packed_or_not(mean + _mean(_known(lost, cu_seqlens_k), known_used) * factor)
+    v8 = transpose_values(numbers, cu_seqlens_k, seqused_k)
     return q8, k8, v8, q_factor, k_factor, packed_or_not(factor), v_offset, k_offset, row_offset
 
 

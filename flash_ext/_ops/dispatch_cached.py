@@ -176,14 +176,18 @@ def _as_operators_take(q: Tensor, t: Tensor | None) -> Tensor | None:
 
 # Rows of a key head up to which the kernels over a cache know modifiers at full speed (csrc/plan/fwd.cpp).
 _FEW_ROWS = 64
+_LARGEST_HEAD_DIM = 256  # but of latents
 
 
 def _wants_late_sinks(q: Tensor, k: Tensor, max_seqlen_q: int | None, cu_seqlens_q: Tensor | None) -> bool:
     """Whether a sequence may have more rows than that: the kernels for prompts know no sinks.
 
-    In the batch-invariant mode all have, since what else is in the call must not choose.
+    In the batch-invariant mode all have, since what else is in the call must not choose. The kernel over
+    latents knows none either.
     """
     if _is_compiling() or _C.get_switch("batch_invariant"):  # a traced call may run in the mode
+        return True
+    if k.shape[-1] > _LARGEST_HEAD_DIM:
         return True
     longest = q.shape[1] if cu_seqlens_q is None else q.shape[0]
     if cu_seqlens_q is not None and type(max_seqlen_q) is int and max_seqlen_q > 0:

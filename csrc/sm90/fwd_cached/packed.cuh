@@ -112,6 +112,7 @@ __device__ __forceinline__ bool join_halves(uint32_t smem, int group, float (&o)
     ptx::store_shared(own + kPieces * kPitch,
                       make_float4(state.minus_max[0], state.minus_max[1], state.sum[0], state.sum[1]));
   }
+  debug_delay();
   ptx::bar_sync(ptx::kExchangeBarrier, kThreads);
   if (group == 0) {
     const float4 x = ptx::load_shared(own + kPieces * kPitch);
@@ -135,6 +136,7 @@ __device__ __forceinline__ bool join_halves(uint32_t smem, int group, float (&o)
       o[4 * i + 3] = o[4 * i + 3] * ours[1] + y.w * theirs[1];
     }
   }
+  debug_delay();
   ptx::bar_sync(ptx::kExchangeBarrier, kThreads);  // the place is free
   return group == 0;
 }

@@ -41,7 +41,7 @@ struct ConvertedTile {
 // Of head dims 64 and 128. Four warpgroups have 128 registers a thread when they are compiled, and a product of 256 columns
 // wants 158.
 constexpr ConvertedTile converted_tile(int d, bool shares_keys) {
-  const int converters = shares_keys || d == 64 ? 2 : 1;
+  const int converters = shares_keys ? 2 : 1;
   if (d == 64) return {{128, 2, 6, 2, shares_keys}, 8, converters};
   return {{128, 2, 3, shares_keys ? 1 : 2, shares_keys}, 4, converters};
 }

@@ -44,11 +44,15 @@ struct Fp8Numbers {
     if constexpr (!T::kMixed) {
       const int h_k = static_cast<int>(divide(work.w.h, a.grid.shared));
       k_factors = block_factors(a.x.k_factor, a.p.problem, work.w.b, work.w.k.start, h_k);
-      q_scale *= __ldg(block_factors(a.x.q_factor, a.p.problem, work.w.b, work.w.q.start, work.w.h) +
-                       (work.w.block * T::kBlockM + rows_at * 64) / kFp8Block * a.x.q_factor.step);
+      // A warpgroup behind the last row has none.
+      const int row = work.w.block * T::kBlockM + rows_at * 64;
+      if (row < work.w.q.length) {
+        q_scale *= __ldg(block_factors(a.x.q_factor, a.p.problem, work.w.b, work.w.q.start, work.w.h) +
+                         row / kFp8Block * a.x.q_factor.step);
+      }
     }
   }
-  // Behind the issue of its products, while which the factor comes.
+  // Called after a tile's products are issued. Its factor arrives while they run.
   __device__ __forceinline__ void begin_tile(const Fp8Args& a, int tile) {
     scale = q_scale;
     if constexpr (!T::kMixed)

@@ -75,7 +75,7 @@ int main(int, char** argv) {
   x.v_offset = floats(smooth_v, b * heads_k * dv);
   x.k_offset = floats(smooth_k && !mixed, b * heads_k * d);
   x.row_offset = floats(smooth_k && !mixed, b * heads * rows_q);
-  std::vector<float> partials(quantize_floats(x.problem), NAN);
+  std::vector<float> partials(quantize_floats(x.problem) + RoundingLoss::floats(x.problem), NAN);
   x.partials = partials.data();
   const std::string error = quantize_fp8(x);
   if (!error.empty()) emu::fail(error.c_str());

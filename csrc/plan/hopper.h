@@ -268,8 +268,7 @@ inline bool has_whole_keys(const Problem& p, const Constraints& c) {
          std::max(p.head_dim, p.head_dim_v) <= 128;
 }
 inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Constraints& c) {
-  const bool is_padded_to_96 = padded_head_dim(p.head_dim, p.head_dim_v) == 96;
-  const bool splits_dq = !is_padded_to_96 && !c.q_splits && has_few_tiles(p, d);
+  const bool splits_dq = !c.q_splits && has_few_tiles(p, d);
   return has_whole_keys(p, c) && !c.dq_pool && !splits_dq;
 }
 

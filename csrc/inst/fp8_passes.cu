@@ -72,7 +72,7 @@ std::string run_stats(const QuantizeFp8& x) {
     return launch("fp8_stats", fp8_stats_kernel<E>, of_stats.count, kQuantizeThreads, 0, x.stream, s);
   });
   if (!error.empty()) return error;
-  return launch("fp8_means", fp8_means_kernel, of_means.count, kQuantizeThreads, 0, x.stream, m);
+  return launch("fp8_means", fp8_means_kernel, of_means.count, kMeansThreads, 0, x.stream, m);
 }
 
 std::string run_numbers(const QuantizeFp8& x) {
@@ -107,7 +107,7 @@ std::string run_numbers(const QuantizeFp8& x) {
   return dispatch_dtype(p.dtype, [&]<typename E>() {
     return with_lanes(std::max(p.head_dim, p.head_dim_v), [&]<int kLanes>() {
       return launch("fp8_numbers", fp8_numbers_kernel<E, kLanes>, ctas.count, kQuantizeThreads,
-                    p.head_dim_v * (kFp8Block + 16), x.stream, n);
+                    p.head_dim_v * kFp8Block, x.stream, n);
     });
   });
 }

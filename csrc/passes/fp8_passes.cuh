@@ -17,7 +17,7 @@
 
 namespace flash_ext {
 
-inline constexpr int kQuantizeThreads = 256;
+inline constexpr int kQuantizeThreads = 256, kMeansThreads = 1024;
 
 // What a launch does with one tensor.
 struct TensorPass {
@@ -55,24 +55,42 @@ __device__ __forceinline__ bool is_used(const int32_t* used, const int32_t* boun
 // Lanes of a row: a power of two, eight columns each.
 __host__ __device__ constexpr int lanes_of_row(int columns) { return columns <= 64 ? 8 : columns <= 128 ? 16 : 32; }
 
-template <typename E>
-__device__ __forceinline__ void load_eight(float (&x)[8], const StridedView& view, int b, int64_t row, int h,
-                                           int column, int columns) {
-  const uint16_t* from = row_pointer(view, b, row, h) + column;
-  if (view.aligned && column + 8 <= columns) {
-    const uint4 words = *reinterpret_cast<const uint4*>(from);
-    const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+// Eight columns, a multiple of 8 on, of kCount rows: those of which row_of(i) is 0 or more, else zeros. All rows are asked for
+// before one is used: one after the other they took 2 to 3 times as long.
+template <int kCount, typename RowOf>
+__device__ __forceinline__ void load_rows(uint4 (&x)[kCount], const StridedView& view, int b, int h, int column,
+                                          const RowOf& row_of) {
+  const uint16_t* from = row_pointer(view, b, 0, h) + column;
+  if (view.aligned) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = ptx::unpack2<E>(w[i]);
-      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+    for (int i = 0; i < kCount; ++i) {
+      const int64_t row = row_of(i);
+      x[i] = make_uint4(0, 0, 0, 0);
+      if (row >= 0) x[i] = *reinterpret_cast<const uint4*>(from + row * view.row_stride);
     }
     return;
   }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const E* element = reinterpret_cast<const E*>(from) + i;
-    x[i] = column + i < columns ? ptx::to_float<E>(*element) : 0.f;
+  for (int i = 0; i < kCount; ++i) {
+    const int64_t row = row_of(i);
+    uint32_t words[4] = {};
+    if (row >= 0) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint16_t* pair = from + row * view.row_stride + 2 * j;
+        words[j] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
+      }
+    }
+    x[i] = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+template <typename E>
+__device__ __forceinline__ void unpack_eight(float (&x)[8], const uint4& words) {
+  const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = ptx::unpack2<E>(w[i]);
+    x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
   }
 }
 
@@ -115,15 +133,29 @@ __global__ void __launch_bounds__(kQuantizeThreads) fp8_stats_kernel(const __gri
 #pragma unroll
   for (int i = 0; i < 8; ++i) lowest[i] = INFINITY, highest[i] = -INFINITY;
   if (column < t.columns) {
-    for (int64_t row = begin + threadIdx.x / lanes; row < end; row += at_once) {
-      if (bounds != nullptr && used != nullptr && !is_used(used, bounds, s.batch, t.rows, row)) continue;
-      float x[8];
-      load_eight<E>(x, t.x, b, row, h, column, t.columns);
+    constexpr int kAhead = 4;
+    for (int64_t first = begin + threadIdx.x / lanes; first < end; first += kAhead * at_once) {
+      int64_t rows[kAhead];
+      uint4 words[kAhead];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        sum[i] += x[i];
-        lowest[i] = fminf(lowest[i], x[i]);
-        highest[i] = fmaxf(highest[i], x[i]);
+      for (int i = 0; i < kAhead; ++i) {
+        rows[i] = first + i * at_once;
+        if (rows[i] >= end) rows[i] = -1;
+        if (bounds != nullptr && used != nullptr && rows[i] >= 0 && !is_used(used, bounds, s.batch, t.rows, rows[i]))
+          rows[i] = -1;
+      }
+      load_rows(words, t.x, b, h, column, [&](int i) { return rows[i]; });
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (rows[j] < 0) continue;
+        float x[8];
+        unpack_eight<E>(x, words[j]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          sum[i] += x[i];
+          lowest[i] = fminf(lowest[i], x[i]);
+          highest[i] = fmaxf(highest[i], x[i]);
+        }
       }
     }
   }
@@ -154,8 +186,8 @@ struct MeansPass {
   RoundingLoss loss;
 };
 
-// A CTA takes a head, a thread a channel.
-__global__ void __launch_bounds__(kQuantizeThreads) fp8_means_kernel(const __grid_constant__ MeansPass m) {
+// A CTA takes a head.
+__global__ void __launch_bounds__(kMeansThreads) fp8_means_kernel(const __grid_constant__ MeansPass m) {
   const StatsPass& s = m.stats;
   const int which = blockIdx.x >= s.of[2].first ? 2 : blockIdx.x >= s.of[1].first ? 1 : 0;
   const TensorPass& t = s.of[which];
@@ -171,14 +203,29 @@ __global__ void __launch_bounds__(kQuantizeThreads) fp8_means_kernel(const __gri
     count = 0;
     for (int b = 0; b < s.batch; ++b) count += used_rows(used, b, packed_span(bounds, s.batch, b, t.rows).length);
   }
+  // Several threads a channel, which add up in a fixed order.
+  const int threads = kMeansThreads / t.columns;
+  float sum = 0.f, lowest = INFINITY, highest = -INFINITY;
+  if (c < threads * t.columns) {
+    const int pitch = ChannelStats::kCount * t.columns;
+    const float* from = t.partials + bh * s.parts[which] * pitch + c % t.columns;
+#pragma unroll 4
+    for (int part = c / t.columns; part < s.parts[which]; part += threads) {
+      const float* of_part = from + static_cast<int64_t>(part) * pitch;
+      sum += of_part[0];
+      lowest = fminf(lowest, of_part[t.columns]);
+      highest = fmaxf(highest, of_part[2 * t.columns]);
+    }
+  }
+  __shared__ float found[3][kMeansThreads];
+  found[0][c] = sum, found[1][c] = lowest, found[2][c] = highest;
+  __syncthreads();
   float amax = 0.f;
   if (c < t.columns) {
-    const float* from = t.partials + bh * s.parts[which] * ChannelStats::kCount * t.columns + c;
-    float sum = 0.f, lowest = INFINITY, highest = -INFINITY;
-    for (int part = 0; part < s.parts[which]; ++part, from += ChannelStats::kCount * t.columns) {
-      sum += from[0];
-      lowest = fminf(lowest, from[t.columns]);
-      highest = fmaxf(highest, from[2 * t.columns]);
+    for (int i = 1; i < threads; ++i) {
+      sum += found[0][c + i * t.columns];
+      lowest = fminf(lowest, found[1][c + i * t.columns]);
+      highest = fmaxf(highest, found[2][c + i * t.columns]);
     }
     const float mean = m.offset[which] != nullptr && count > 0 ? sum / static_cast<float>(count) : 0.f;
     if (m.offset[which] != nullptr) m.offset[which][bh * t.columns + c] = mean;
@@ -190,11 +237,11 @@ __global__ void __launch_bounds__(kQuantizeThreads) fp8_means_kernel(const __gri
     m.loss.done[bh] = 0;
   }
   if (which == 2 || m.head_factor[which] == nullptr) return;
-  __shared__ float shared[kQuantizeThreads];
-  shared[c] = amax;
+  __syncthreads();
+  found[0][c] = amax;
   __syncthreads();
   if (c != 0) return;
-  for (int i = 1; i < kQuantizeThreads; ++i) amax = fmaxf(amax, shared[i]);
+  for (int i = 1; i < t.columns; ++i) amax = fmaxf(amax, found[0][i]);
   m.head_factor[which][bh] = factor_of_amax(amax);
 }
 
@@ -301,18 +348,17 @@ __device__ __forceinline__ void quantize_rows(const NumbersPass& n, bool queries
 #pragma unroll
     for (int i = 0; i < 8; ++i) offset[i] = r.offset[head * t.columns + column + i];
   }
+  const auto is_there = [&](int turn) { return turn * kAtOnce + in_turn < tile.used && valid; };
+  uint4 words_of[kTurns];
+  load_rows(words_of, t.x, tile.b, h, column,
+            [&](int turn) { return is_there(turn) ? tile.start + turn * kAtOnce + in_turn : int64_t{-1}; });
   float x[kTurns][8], amax = 0.f;
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
-    const int row = turn * kAtOnce + in_turn;
+    unpack_eight<E>(x[turn], words_of[turn]);
+    if (!queries && is_there(turn)) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[turn][i] = 0.f;
-    if (row < tile.used && valid) {
-      load_eight<E>(x[turn], t.x, tile.b, tile.start + row, h, column, t.columns);
-      if (!queries) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[turn][i] -= offset[i];
-      }
+      for (int i = 0; i < 8; ++i) x[turn][i] -= offset[i];
     }
   }
 #pragma unroll
@@ -411,11 +457,16 @@ __device__ __forceinline__ void join_losses(const NumbersPass& n, int64_t index,
   if (c < columns) n.v_offset[bh * columns + c] += all * n.loss.share[bh] * n.v_factor[bh * columns + c];
 }
 
+// Where four keys of a channel lie, rows of all keys of a tile. Pieces of 16 bytes change places by the channel's group of eight,
+// whose threads would all store to the same bank.
+__device__ __forceinline__ int place_of_v(int column, int four) {
+  return column * kFp8Block + ((four / 4 ^ column / 8 % 8) * 4 + four % 4) * 4;
+}
+
 // A thread takes eight channels of four keys, whose bytes come to lie side by side. `lost`: what rounding took from them,
 // in units of the factor.
 template <typename E, int kLanes>
 __device__ __forceinline__ void transpose_values(const NumbersPass& n, int64_t index, float (&lost)[8]) {
-  constexpr int kPitch = kFp8Block + 16;
   extern __shared__ __align__(16) uint8_t tile_bytes_of_v[];
   const TensorPass& t = n.v;
   const int64_t bh = index / n.v_tiles;
@@ -430,22 +481,39 @@ __device__ __forceinline__ void transpose_values(const NumbersPass& n, int64_t i
       inverse[i] = 1.f / n.v_factor[bh * t.columns + column + i];
       offset[i] = n.v_offset != nullptr ? n.v_offset[bh * t.columns + column + i] : 0.f;
     }
-    for (int four = threadIdx.x / kLanes; four < kFp8Block / 4; four += kQuantizeThreads / kLanes) {
-      float x[4][8] = {};
+    constexpr int kFours = kFp8Block / 4 * kLanes / kQuantizeThreads;  // of a thread
+    const auto four_of = [&](int i) {
+      return static_cast<int>(threadIdx.x) / kLanes + i * (kQuantizeThreads / kLanes);
+    };
+    const auto key_of = [&](int i) {  // kKeyOrder
+      const int four = four_of(i / 4), j = i % 4;
+      return four / 4 * kKeyGroup + four % 4 * 2 + j % 2 + j / 2 * 8;
+    };
+    constexpr int kAtOnce = kFours < 2 ? kFours : 2;  // as many as registers are there for
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int key = four / 4 * kKeyGroup + four % 4 * 2 + j % 2 + j / 2 * 8;  // kKeyOrder
-        if (key >= tile.used) continue;
-        load_eight<E>(x[j], t.x, tile.b, tile.start + key, h, column, t.columns);
+    for (int first = 0; first < kFours; first += kAtOnce) {
+      uint4 words[4 * kAtOnce];
+      load_rows(words, t.x, tile.b, h, column, [&](int i) {
+        const int key = key_of(4 * first + i);
+        return key < tile.used ? tile.start + key : int64_t{-1};
+      });
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[j][i] = (x[j][i] - offset[i]) * inverse[i];
-      }
+      for (int n = 0; n < kAtOnce; ++n) {
+        float x[4][8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint32_t low = pair_to_e4m3(x[0][i], x[1][i]), high = pair_to_e4m3(x[2][i], x[3][i]);
-        *reinterpret_cast<uint32_t*>(tile_bytes_of_v + (column + i) * kPitch + four * 4) = low | high << 16;
-        // Keys that are not there are zeros, of which rounding takes nothing.
-        lost[i] += (x[0][i] + x[1][i]) + (x[2][i] + x[3][i]) - (pair_from_e4m3(low) + pair_from_e4m3(high));
+        for (int j = 0; j < 4; ++j) {
+          unpack_eight<E>(x[j], words[4 * n + j]);
+          const bool is_there = key_of(4 * (first + n) + j) < tile.used;
+#pragma unroll
+          for (int i = 0; i < 8; ++i) x[j][i] = is_there ? (x[j][i] - offset[i]) * inverse[i] : 0.f;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const uint32_t low = pair_to_e4m3(x[0][i], x[1][i]), high = pair_to_e4m3(x[2][i], x[3][i]);
+          *reinterpret_cast<uint32_t*>(tile_bytes_of_v + place_of_v(column + i, four_of(first + n))) = low | high << 16;
+          // Keys that are not there are zeros, of which rounding takes nothing.
+          lost[i] += (x[0][i] + x[1][i]) + (x[2][i] + x[3][i]) - (pair_from_e4m3(low) + pair_from_e4m3(high));
+        }
       }
     }
   }
@@ -456,7 +524,7 @@ __device__ __forceinline__ void transpose_values(const NumbersPass& n, int64_t i
     const int c = i / 8, piece = i % 8;
     if (piece >= pieces) continue;
     *reinterpret_cast<uint4*>(to + c * n.v_columns + piece * 16) =
-        *reinterpret_cast<const uint4*>(tile_bytes_of_v + c * kPitch + piece * 16);
+        *reinterpret_cast<const uint4*>(tile_bytes_of_v + place_of_v(c, piece * 4));
   }
 }
 

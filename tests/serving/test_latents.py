@@ -123,7 +123,7 @@ def test_the_kernel_that_runs_and_its_bits() -> None:
         kernels = [one["kernel"] for one in _C.last_launch()["launches"]]
     finally:
         _C.set_switch("record_launches", None)
-    assert kernels == ["fwd_latent_sm90_hd576", "fwd_merge_cached_sm80_hd256"]
+    assert kernels == ["fwd_latent_sm90_hd576_v512", "fwd_merge_cached_sm80_hd256"]
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(run(0, 1, 2, 3), first, strict=True))
     with serving.set_batch_invariant(True):

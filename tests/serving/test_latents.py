@@ -94,6 +94,80 @@ def test_as_flash_mla_is_called(count: int, device: str) -> None:
     close(scaled, torch.stack(outs), "with a scale")
 
 
+@on_hopper
+def test_more_rows_than_are_divided() -> None:
+    """Beside sequences whose latents are in parts."""
+    cache = latents((3000, 700, 2500), 64, "cuda")
+    for window in ((-1, 0), (40, 0)):
+        packed(cache, 128, (9, 1, 40), window)
+
+
+@on_devices
+def test_tensors_as_callers_hold_them(device: str) -> None:
+    """q with other strides and off 16 bytes, one page of a larger storage, heads added by unsqueeze."""
+    cache = latents((40, 64), 64, device)
+    wide = torch.zeros(len(cache.k), 64, D + 64, device=device, dtype=cache.k.dtype)
+    wide[..., :D] = cache.k[:, :, 0]
+    k, v = wide[..., :D].unsqueeze(-2), wide[..., :DV].unsqueeze(-2)
+    bounds = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
+    numbers = torch.randn(4, 3, D, device=device).to(k.dtype)
+    outs, _ = truth([numbers[:1], numbers[1:]], cache.rows, (-1, 0))
+    shifted = torch.zeros(4 * 3 * D + 1, device=device, dtype=k.dtype)[1:].view(4, 3, D).copy_(numbers)
+    for q in (numbers, numbers.transpose(0, 1).contiguous().transpose(0, 1), shifted):
+        out = attention_varlen(q, k, v, bounds, None, causal=True, **cache.places)
+        close(out, torch.cat(outs), "out")
+    one = cache.table[:1, :1]
+    out = attention_varlen(
+        numbers[:1], k, v, bounds[:2], None, seqused_k=cache.lengths[:1], block_table=one, causal=True
+    )
+    close(out, outs[0], "a page")
+
+
+@on_devices
+def test_entries_of_any_length(device: str) -> None:
+    """A sequence an entry, 100 latents of room each."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    k = torch.randn(3, 100, 1, D, device=device).to(dtype)
+    lengths = torch.tensor([100, 7, 0], dtype=torch.int32, device=device)
+    q = torch.randn(6, 16, D, device=device).to(dtype)
+    bounds = torch.tensor([0, 2, 4, 6], dtype=torch.int32, device=device)
+    out = attention_varlen(q, k, k[..., :DV], bounds, None, causal=True, seqused_k=lengths)
+    rows = [(k[b, :n, :], k[b, :n, :, :DV]) for b, n in enumerate((100, 7, 0))]
+    close(out, torch.cat(truth(list(q.split(2)), rows, (-1, 0))[0]), "out")
+
+
+@on_devices
+@pytest.mark.parametrize("heads", [3, 128])
+def test_sinks(heads: int, device: str) -> None:
+    """Whatever the number of rows: the kernel knows none, so they join its result."""
+    cache = latents((200, 5), 64, device)
+    q, bounds, each = packed_queries([2, 1], heads, D, device, cache.k.dtype)
+    sinks = torch.linspace(-1, 2, heads, device=device)
+    out, aux = attention_varlen(
+        q, cache.k, cache.v, bounds, None, causal=True, sinks=sinks, return_aux=AuxRequest(lse=True),
+        **cache.places,
+    )  # fmt: skip
+    outs, lses = truth(each, cache.rows, (-1, 0), sinks=sinks)
+    close(out, torch.cat(outs), "out")
+    close(aux.lse, torch.cat(lses, -1), "lse")
+
+
+@on_hopper
+def test_compiled_and_under_autocast() -> None:
+    cache = latents((200, 64, 5), 64, "cuda")
+    q = torch.randn(3, 1, 16, D, device="cuda")
+
+    def attend(q: Tensor) -> Tensor:
+        return serving.flash_mla_with_kvcache(q, cache.k, cache.table, cache.lengths, DV, causal=True)[0]
+
+    half = attend(q.bfloat16())
+    assert torch.equal(torch.compile(attend, fullgraph=True)(q.bfloat16()), half)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(attend(q), half)
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        attend(q.bfloat16().requires_grad_())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @on_hopper
 def test_keys_in_parts(dtype: torch.dtype) -> None:
@@ -181,6 +255,8 @@ def test_what_is_refused() -> None:
         ("k_cache", cache.k.expand(-1, -1, 2, -1), r"\(num_pages, page_size, 1, head_dim\)"),
         ("q", q[..., :575], "head_dim of q"),
         ("cache_seqlens", cache.lengths[:1], "seqused_k must have shape"),
+        ("out", torch.empty(2, 1, 4, D), r"out must have shape \(2, 1, 4, 512\)"),
+        ("out", torch.empty(2, 1, 4, DV).double(), "in torch.float32 on cpu, got .* torch.float64"),
     ):
         with pytest.raises(ValueError, match=said):
             serving.flash_mla_with_kvcache(**call | {name: value})

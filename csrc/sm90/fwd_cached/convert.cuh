@@ -95,8 +95,8 @@ __device__ __forceinline__ void convert_share(uint32_t raw, uint32_t factors, ui
       });
 }
 
-// Every kConverterGroups-th tile from the `index`-th on, in the order of the rings. Which of them are K and which V does not
-// matter here.
+// Tiles in the order of the rings: of two warpgroups each takes every second one, beginning with its `index`. Which tiles are
+// K and which V does not matter here.
 template <typename T, typename Ring>
 __device__ __forceinline__ void convert_tiles(const typename T::Args& a, const typename T::Tile* work_tiles,
                                               const Ring& copies, int index) {

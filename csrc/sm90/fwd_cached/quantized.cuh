@@ -13,6 +13,7 @@
 // Shared memory, 128-byte swizzled tiles of elements first:
 //   ring [kKvStages], Q [kQStages]
 //   ring [kRawStages] of bytes, factors of their slots
+//   what one warpgroup hands to the other, where they share keys
 //   control: work tiles, the scheduler's place, barriers
 #pragma once
 

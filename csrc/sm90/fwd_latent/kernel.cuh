@@ -2,9 +2,11 @@
 //
 //   O_i = softmax(scale * Q_i C^T) C[:, :512]
 //
-// Scheduling, parts of keys and what leaves are those of fwd_cached/packed.cuh. The warpgroup whose turn a tile is forms its
-// scores, takes the larger of the maxima there are and the tile's, and hands weights and maxima to the other one; then
-// both multiply the weights by their half of the columns. Maxima are exact, because scores are a small part of the work.
+// Scheduling, parts of keys and what leaves are those of fwd_cached/packed.cuh. Two warpgroups take turns, a tile each. The
+// one in turn forms the scores, raises the maxima, and hands weights and maxima to the other one. Then both multiply the
+// weights by their half of the columns. Maxima are exact, because scores are a small part of the work.
+//
+// Named barriers from kExchangeBarrier on: weights of the tiles in either stage are there; sums of both are there.
 //
 // Shared memory, 128-byte swizzled tiles first:
 //   ring [2] of 64 keys, Q of 64 rows: 9 chunks of 64 columns each

@@ -9,28 +9,42 @@ namespace flash_ext::sm90 {
 
 // o = normalised output: by the sums of the weights, the factors of v's channels, and what every row of v lacks. The
 // weights of a row add up to 1, so that a vector taken off each row of v is missing once from a row of the output.
+//
+// Factors come through the warp's part of shared memory at `staging`: asked for where they are used, four columns after the
+// other, they took a third of a work tile of 1024 keys at head_dim 256.
 template <typename T>
 __device__ __forceinline__ void finish_output(const Fp8Args& a, const Work& w, int h_k, float (&o)[T::kHeadDimV / 2],
-                                              const float (&inverse)[2], int lane) {
+                                              const float (&inverse)[2], uint32_t staging, int lane) {
+  constexpr int kOwn = T::kHeadDimV / 32;  // columns of a lane
   const FactorView &factor = a.x.v_factor, &offset = a.x.v_offset;
   const float* factors = factor.ptr + w.b * factor.batch_stride + h_k * factor.head_stride;
   const float* offsets = offset.ptr + w.b * offset.batch_stride + h_k * offset.head_stride;
   const float present[2] = {inverse[0] == 0.f ? 0.f : 1.f, inverse[1] == 0.f ? 0.f : 1.f};
+  float by[kOwn], plus[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int column = lane + 32 * i;
+    const bool valid = column < a.p.problem.head_dim_v;
+    by[i] = valid ? __ldg(factors + column * factor.step) : 0.f;
+    plus[i] = valid && offset.ptr != nullptr ? __ldg(offsets + column * offset.step) : 0.f;
+  }
+  if (lane == 0) ptx::bulk_wait_read();  // the output before left through here
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    ptx::store_shared_word(staging + (lane + 32 * i) * 4, __float_as_uint(by[i]));
+    ptx::store_shared_word(staging + (T::kHeadDimV + lane + 32 * i) * 4, __float_as_uint(plus[i]));
+  }
+  __syncwarp();
 #pragma unroll
   for (int j = 0; j < T::kHeadDimV / 8; ++j) {
-    // A branch that factors do not cross: on their way all at once they would want as many registers.
-    if (T::kSharedTotal && j % 4 == 0 && 8 * j >= a.p.problem.head_dim_v) break;
+    const uint32_t at = staging + (8 * j + 2 * (lane % 4)) * 4;
+    const float2 factor_pair = ptx::load_shared_pair(at), offset_pair = ptx::load_shared_pair(at + 4 * T::kHeadDimV);
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int column = 8 * j + 2 * (lane % 4) + c;
-      const bool valid = column < a.p.problem.head_dim_v;
-      const float by = valid ? __ldg(factors + column * factor.step) : 0.f;
-      const float plus = valid && offset.ptr != nullptr ? __ldg(offsets + column * offset.step) : 0.f;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float& x = o[4 * j + 2 * half + c];
-        x = fmaf(x * inverse[half], by, plus * present[half]);
-      }
+    for (int half = 0; half < 2; ++half) {
+      float* const pair = &o[4 * j + 2 * half];
+      pair[0] = fmaf(pair[0] * inverse[half], factor_pair.x, offset_pair.x * present[half]);
+      pair[1] = fmaf(pair[1] * inverse[half], factor_pair.y, offset_pair.y * present[half]);
     }
   }
 }

@@ -134,6 +134,7 @@ def test_passes_agree_with_the_cpu(
     want = fp8.quantize(q, k, v, *cu, kept, by_block, smooth_k, smooth_v, hadamard, mixed)
     known = [None, None] if not bounds else [slice(x[0], x[-1]) for x in bounds]
     at = 0
+    moved = factor = torch.zeros(())
     counted = fp8.used_rows(keys, cu[1], kept)  # keys that are in a mean
     if counted is None:
         counted = torch.tensor(keys if not bounds else bounds[1][-1] - bounds[1][0])

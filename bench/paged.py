@@ -1,11 +1,16 @@
-"""``python -m bench.paged``: attention over pages beside the dense cache, in microseconds and TB/s.
+"""``python -m bench.paged``: attention over pages beside the dense cache, in us, TB/s and TFLOP/s.
 
 Every row has one set of lengths. "dense" is :func:`flash_ext.attention` over a cache of that length (rows of
 one length only), "entries" the same through lengths on the device, "page n" pages of n keys in a random
 order, "engine" pages of 16 with K and V side by side in a token and heads outside of its rows. "e4m3" and
-"int8" are pages of 64 of 8 bits, with factors of heads and of slots. All run in interleaved rounds on random
-data, with the L2 cache overwritten before each launch. TB/s counts the keys and values in use, 16 bits an
-element everywhere.
+"int8" are pages of 64 of 8 bits, with factors of heads and of slots. Rows called "mla" have latents of 576
+columns, whose first 512 are the values, in pages of 64 keys in a random order: "latents" is
+:func:`flash_ext.serving.flash_mla_with_kvcache`, "FlashMLA" the library of that name with ``--flashmla-lib``.
+Their largest difference is printed; a row where it is above 0.01 has no times, and the program ends with an
+error once all rows are done.
+
+All run in interleaved rounds on random data, with the L2 cache overwritten before each launch. TB/s counts
+the keys and values in use, 16 bits an element everywhere, and latents once. TFLOP/s counts visible pairs.
 """
 
 from __future__ import annotations
@@ -24,11 +29,19 @@ from bench import timing
 from flash_ext import serving
 
 PAGES = (1, 16, 64, 256)
+LATENT, LATENT_VALUE, LATENT_PAGE = 576, 512, 64
+OURS, PEER = "latents", "FlashMLA"
+# Between two outputs over latents. They are sums of rounded products, about 0.02 in size here.
+LARGEST_DIFFERENCE = 1e-2
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one row times: so many new queries of sequences of these lengths."""
+    """What one row times: so many new queries of sequences of these lengths.
+
+    Attributes:
+        head_dim_v: columns of a latent that are its value; 0 where keys and values lie apart.
+    """
 
     name: str
     lengths: tuple[int, ...]
@@ -36,16 +49,30 @@ class Row:
     heads: int = 32
     heads_k: int = 8
     head_dim: int = 128
+    head_dim_v: int = 0
 
     @property
     def bytes(self) -> int:
-        """Of the keys and values in use, 16 bits an element."""
-        return 4 * sum(self.lengths) * self.heads_k * self.head_dim
+        """Of the keys and values in use, 16 bits an element. Latents are both, and count once."""
+        return (2 if self.head_dim_v else 4) * sum(self.lengths) * self.heads_k * self.head_dim
+
+    @property
+    def operations(self) -> int:
+        """Of both products over visible pairs. The last query sees all keys, each one before it one less."""
+        pairs = self.queries * sum(self.lengths) - len(self.lengths) * self.queries * (self.queries - 1) // 2
+        return 2 * self.heads * pairs * (self.head_dim + (self.head_dim_v or self.head_dim))
 
 
 def spread(count: int, most: int) -> tuple[int, ...]:
     """Lengths from 1 to ``most`` in equal steps, in an order that mixes them."""
     return tuple(1 + (most - 1) * (37 * i % count) // max(count - 1, 1) for i in range(count))
+
+
+def latent_row(batch: int, heads: int, queries: int = 1) -> Row:
+    """Absorbed queries over latents, 8192 a sequence, or 4096 where there are many sequences."""
+    name = f"mla-b{batch}-h{heads}" + (f"-{queries}-new" if queries > 1 else "")
+    lengths = (8192 if batch <= 16 else 4096,) * batch
+    return Row(name, lengths, queries, heads, heads_k=1, head_dim=LATENT, head_dim_v=LATENT_VALUE)
 
 
 ROWS = [
@@ -59,6 +86,9 @@ ROWS = [
     Row("ragged-b64-to-16k", spread(64, 16384)),
     Row("prompt-b4-s2048", (2048,) * 4, queries=2048),
     Row("chunk-512-of-8192-b4", (8192,) * 4, queries=512),
+    *(latent_row(b, h) for b, h in ((1, 16), (1, 128), (16, 16), (16, 128), (64, 64))),
+    *(latent_row(128, h) for h in (16, 32, 64, 128)),
+    latent_row(128, 128, queries=2),
 ]
 
 
@@ -133,7 +163,74 @@ def calls(row: Row, device: str, parts: Sequence[int] = ()) -> dict[str, Callabl
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> list[dict]:
+def flash_mla(library: str) -> Callable[..., tuple[Tensor, ...]]:
+    """The operator of a library that registers ``torch.ops._flashmla_C``, as vLLM builds it."""
+    torch.ops.load_library(library)
+    return torch.ops._flashmla_C.dense_decode_fwd
+
+
+def latent_calls(
+    row: Row, device: str, peer: Callable[..., tuple[Tensor, ...]] | None = None
+) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    """What a row of latents times, by name. The peer plans in its first call, which is never timed."""
+    like = {"device": device, "dtype": torch.bfloat16}
+    batch, causal = len(row.lengths), row.queries > 1
+    pages = -(-max(row.lengths) // LATENT_PAGE)
+    q = torch.randn(batch, row.queries, row.heads, row.head_dim, **like)
+    pool = torch.randn(batch * pages, LATENT_PAGE, 1, row.head_dim, **like)
+    table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
+    lengths = torch.tensor(row.lengths, dtype=torch.int32, device=device)
+    found: dict[str, Callable[[], tuple[Tensor, ...]]] = {
+        OURS: lambda: serving.flash_mla_with_kvcache(q, pool, table, lengths, row.head_dim_v, causal=causal)
+    }
+    if peer is None:
+        return found
+    scale, plan = row.head_dim**-0.5, []
+
+    def theirs() -> tuple[Tensor, ...]:
+        given = plan or (None, None)
+        result = peer(q, pool, row.head_dim_v, lengths, table, scale, causal, *given, None)
+        if not plan:
+            plan.extend(result[2:4])
+        return result
+
+    return {**found, PEER: theirs}
+
+
+def difference(found: dict[str, Callable[[], tuple[Tensor, ...]]]) -> float:
+    """The largest between the output of ours and that of the peer."""
+    ours, theirs = (found[name]()[0].float() for name in (OURS, PEER))
+    return (ours - theirs.view_as(ours)).abs().max().item()
+
+
+def time_row(
+    row: Row, given: argparse.Namespace, timer: timing.Timer, peer: Callable[..., tuple[Tensor, ...]] | None
+) -> tuple[list[dict], bool]:
+    """Prints and returns the lines of a row, and whether its outputs agree. A wrong one has no lines."""
+    apart = None
+    found = latent_calls(row, given.device, peer) if row.head_dim_v else calls(row, given.device, given.parts)
+    samples, failures = timing.measure(found, timer, given.rounds, given.budget)
+    for name, error in failures.items():
+        print(f"{row.name:26} {name:9} {error}")
+    if OURS in samples and PEER in samples:
+        apart = difference(found)
+        agree = apart < LARGEST_DIFFERENCE  # not where it is NaN
+        print(f"{row.name:26} {'differ by':9} {apart:9.1e}" + ("" if agree else ", too much: no times"))
+        if not agree:
+            return [], False
+    lines = []
+    for name, taken in samples.items():
+        us = 1e3 * taken.quartiles()[1]
+        host = sum(taken.call_us) / len(taken.call_us) if taken.call_us else None
+        tb_s, tflop_s = row.bytes / us / 1e6, row.operations / us / 1e6
+        line = {"row": row.name, "name": name, "us": us, "tb_s": tb_s, "tflop_s": tflop_s, "host_us": host}
+        lines.append(line if apart is None else {**line, "difference": apart})
+        text = f"{row.name:26} {name:9} {us:9.1f} us {tb_s:6.2f} TB/s {tflop_s:6.1f} TFLOP/s"
+        print(text + (f"  host {host:.1f} us" if host else ""), flush=True)
+    return lines, True
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -142,30 +239,29 @@ def main(arguments: Sequence[str] | None = None) -> list[dict]:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=0.3, help="seconds of launches a row")
     parser.add_argument("--parts", type=int, nargs="*", default=[], help="of the keys of each sequence")
+    parser.add_argument("--flashmla-lib", default="", help="library of FlashMLA, for rows of latents")
     parser.add_argument("--json", help="file to write")
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict]:
+    given = make_parser().parse_args(arguments)
     wanted = [part for part in given.rows.split(",") if part]
-    timer, lines = timing.make_timer(torch.device(given.device)), []
+    peer = flash_mla(given.flashmla_lib) if given.flashmla_lib else None
+    timer, lines, wrong = timing.make_timer(torch.device(given.device)), [], []
     for row in ROWS:
         if wanted and not any(part in row.name for part in wanted):
             continue
-        samples, failures = timing.measure(
-            calls(row, given.device, given.parts), timer, given.rounds, given.budget
-        )
-        for name, error in failures.items():
-            print(f"{row.name:26} {name:9} {error}")
-        for name, taken in samples.items():
-            us = 1e3 * taken.quartiles()[1]
-            host = sum(taken.call_us) / len(taken.call_us) if taken.call_us else None
-            lines.append(
-                {"row": row.name, "name": name, "us": us, "tb_s": row.bytes / us / 1e6, "host_us": host}
-            )
-            text = f"{row.name:26} {name:9} {us:9.1f} us {lines[-1]['tb_s']:6.2f} TB/s"
-            print(text + (f"  host {host:.1f} us" if host else ""), flush=True)
+        more, agree = time_row(row, given, timer, peer)
+        lines += more
+        if not agree:
+            wrong.append(row.name)
         timer.release()
     if given.json:
         with open(given.json, "w", encoding="utf-8") as file:
             json.dump(lines, file, indent=1)
+    if wrong:
+        raise SystemExit(f"Other results than those of {PEER}: {', '.join(wrong)}.")
     return lines
 
 

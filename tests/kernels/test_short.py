@@ -53,7 +53,8 @@ def test_tiles_hold_the_longer_of_queries_and_keys(pretended_gpu, direction: str
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_the_batch_does_not_choose(pretended_gpu, direction: str) -> None:
     assert len({plan(direction, 49, 49, batch=batch)["kernel"] for batch in (1, 2, 64, 4096)}) == 1
-    assert len({plan(direction, 100, 100, batch=batch)["kernel"] for batch in (1, 4096)}) == 1
+    # Where tiles have a multiprocessor each, the backward of longer sequences is divided into two kernels.
+    assert len({plan(direction, 100, 100, batch=batch)["kernel"] for batch in (64, 4096)}) == 1
 
 
 def test_up_to_128_keys_need_no_dq_in_fp32(pretended_gpu) -> None:

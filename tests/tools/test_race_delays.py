@@ -67,7 +67,9 @@ def test_cases_hold_on_the_cpu_where_nothing_pauses(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(race_delays, "runs", noted)
     assert race_delays.compare(CPU, seeds=1) == 0
-    assert {"out", "lse", "dk", "dv"} <= set.intersection(*names)
+    assert {"out", "lse"} <= set.intersection(*names)
+    assert {"out", "lse"} in names  # over a cache nothing has a gradient
+    assert {"out", "lse", "dk", "dv"} <= set.intersection(*(found for found in names if len(found) > 2))
     assert any("dq" in found for found in names) and not all("dq" in found for found in names)
 
 

@@ -17,6 +17,7 @@ from tests.packaging import test_build as built
 from tests.tools.sanitizer_cases import (
     AnyCase,
     Fp8Case,
+    LatentCase,
     cache_cases,
     divided_cases,
     fp8_cases,
@@ -103,7 +104,7 @@ def test_the_groups_of_a_target_hold_every_kind_of_case():
         name: {type(case) for _, _, cases in groups_of(TARGETS[name]) for case in cases} for name in TARGETS
     }
     assert kinds["sm90"] == set(get_args(AnyCase))
-    assert kinds["sm80"] == kinds["sm80-99k"] == kinds["sm90"] - {Fp8Case}
+    assert kinds["sm80"] == kinds["sm80-99k"] == kinds["sm90"] - {Fp8Case, LatentCase}
     assert kinds["sm80-short"] == kinds["sm90-short"] == {Case, ModifierCase}
 
 

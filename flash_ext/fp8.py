@@ -41,7 +41,7 @@ class Fp8Inputs:
         q_descale, k_descale: (b, h, n) float32, packed (h, n): n factors of 128 rows each, or one. None in
             mixed mode.
         v_descale: (b, h_k, dv) float32, packed (h_k, dv).
-        v_offset: shape of v_descale, or None: taken off every row of v, and added to out.
+        v_offset: shape of v_descale, or None: the mean of v less that of v * v_descale. It is added to out.
         k_offset: (b, h_k, d) float32, packed (h_k, d), or None: taken off every row of k.
         row_offset: shape of lse, or None: q * k_offset, which lse gets back.
         cu_seqlens_q, cu_seqlens_k: of packed sequences, else None.
@@ -189,8 +189,9 @@ def quantize_fp8(
         granularity: "block": q and k have a factor for each 128 rows of a head, "head": one for a head. v has
             one for each channel.
         smooth_k: take the mean over the keys off k. Changes no weight; lse gets it back.
-        smooth_v: take the mean over the keys off v. Exact, because the weights of a row add up to 1; it keeps
-            what all values have in common out of the sums that fp8 tensor cores round.
+        smooth_v: take the mean over the keys off v, and the mean of what rounding changes. Exact, because the
+            weights of a row add up to 1; it keeps what all values have in common out of the sums that fp8
+            tensor cores round.
         hadamard: rotate q and k, after random signs, so that an outlier spreads over all channels. Wants
             granularity "block" and a d that is a power of two.
         mode: "mixed" leaves q and k as they are: weights then are as exact as without fp8.

@@ -130,7 +130,7 @@ def _fp8(evidence: Evidence) -> Answer:
         return None
     at = max(found, key=lambda key: found[key][1])
     words = [f"flash_ext in fp8 {found[at][1]:.0f} TFLOP/s"]
-    for name, label in (("sm90", "in bf16"), ("triton", "FlashAttention-2 in Triton"), ("fa2", "PyTorch's")):
+    for name, label in (("auto", "in bf16"), ("cudnn-fp8", "cuDNN"), ("fa3-fp8", "vLLM's FlashAttention-3")):
         others = benchmark_times(file, "fwd", name)
         words += [f"{label} {others[at][1]:.0f}"] if at in others else []
     return ", ".join(words), file.where

@@ -189,14 +189,14 @@ def test_short_and_long_contexts_read_the_same_bytes() -> None:
 
 def test_types_are_answered_by_their_columns() -> None:
     case = {"head_dim": 128, "causal": False, "seqlen_q": 16384}
-    rates = {"sm90": 800.0, "fp8": 1300.0, "sm90-fp16": 790.0, "triton": 500.0}
+    rates = {"sm90": 800.0, "auto": 805.0, "fp8": 1300.0, "sm90-fp16": 790.0, "cudnn-fp8": 1100.0}
     entries = [{"name": name, "status": "ok", "median_ms": 1.0, "tflops": rate}
                for name, rate in rates.items()]  # fmt: skip
     rows = [{"case": case, "direction": "fwd", "entries": entries}]
     files = {kind: File(kind, rows, {"device": kind}) for kind in ("fp8", "fp16", "headline")}
     *_, sixteen, eight = table(Evidence(files))
     assert sixteen[2:] == ("flash_ext in fp16 790, in bf16 800 TFLOP/s", "fp16, ?, ?; headline, ?, ?")
-    assert eight[2] == "flash_ext in fp8 1300 TFLOP/s, in bf16 800, FlashAttention-2 in Triton 500"
+    assert eight[2] == "flash_ext in fp8 1300 TFLOP/s, in bf16 805, cuDNN 1100"
 
 
 def test_shares_of_a_copy_and_of_a_product() -> None:

@@ -96,13 +96,21 @@ __device__ __forceinline__ void unpack_eight(float (&x)[8], const uint4& words) 
 
 __device__ __forceinline__ float factor_of_amax(float amax) { return amax < kLeastAmax ? 1.f : amax / kFp8Max; }
 
+// Before Ada there is no instruction for e4m3, and a conversion takes dozens of others. Called, and not inlined at 64 places,
+// they compile in 34 s instead of 91.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+#define FLASH_EXT_INLINE_E4M3 __noinline__
+#else
+#define FLASH_EXT_INLINE_E4M3 __forceinline__
+#endif
 // The first in the lower byte.
-__device__ __forceinline__ uint32_t pair_to_e4m3(float x, float y) {
+__device__ FLASH_EXT_INLINE_E4M3 uint32_t pair_to_e4m3(float x, float y) {
   return __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, __NV_E4M3);
 }
-__device__ __forceinline__ float from_e4m3(uint8_t x) {
+__device__ FLASH_EXT_INLINE_E4M3 float from_e4m3(uint8_t x) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3)));
 }
+#undef FLASH_EXT_INLINE_E4M3
 // The sum of both.
 __device__ __forceinline__ float pair_from_e4m3(uint32_t pair) {
   return from_e4m3(static_cast<uint8_t>(pair)) + from_e4m3(static_cast<uint8_t>(pair >> 8));

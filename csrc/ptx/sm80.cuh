@@ -338,7 +338,7 @@ enum NamedBarrier : int {
   kPingpongBarrier = 1,  // + consumer warpgroup: whose products are next
   kGroupBarrier = 1,  // + consumer warpgroup: its warps meet
   kPairBarrier = 1,  // + pair of warps: they meet
-  kExchangeBarrier = 3,  // + 0 and 1 by turns: two consumer warpgroups exchange dQ
+  kExchangeBarrier = 3,  // + 0 to 2: two consumer warpgroups exchange dQ, halves of an output, weights of latents
   kConverterBarrier = 15,  // the two warps that convert dQ meet
 };
 

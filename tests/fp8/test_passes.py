@@ -27,7 +27,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the emulation is built with g++, which is not here")
     folder = tmp_path_factory.mktemp("fp8_passes")
     csrc = copy_sources(folder)
-    for part in ("passes/fp8_passes.cuh", "passes/rounding_loss.h", "inst/fp8_passes.cu"):
+    for part in (
+        "passes/fp8_passes.cuh", "passes/fp8_stats.cuh", "passes/rounding_loss.h", "inst/fp8_passes.cu",
+    ):  # fmt: skip
         (csrc / part).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / "csrc" / part, csrc / part)
     shutil.copy(EMULATION / "fp8_launch.h", csrc / "launch.h")

@@ -20,8 +20,9 @@ struct Path {
 };
 
 // One key head of latents, whose first columns are the value: beyond the other limits, and of caches alone.
+inline constexpr int kLatentHeadDim = 576, kLatentHeadDimV = 512;
 inline bool has_latent_sizes(const Problem& p) {
-  return p.head_dim == 576 && p.head_dim_v == 512 && p.num_heads_k == 1;
+  return p.head_dim == kLatentHeadDim && p.head_dim_v == kLatentHeadDimV && p.num_heads_k == 1;
 }
 
 // The GPU paths in the order they are tried: the first that accepts runs.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "../path_choice.h"
 #include "api.h"
 #include "checks.h"
 #include "tangents.h"
@@ -125,8 +126,7 @@ FwdResult fwd_cached_gpu(const Tensor& given_q, const Tensor& k, const Tensor& v
   const ProfilerRange range("fwd_cached");
   const bool latents = k.size(-1) > checks::kMaxHeadDim;
   TORCH_CHECK_NOT_IMPLEMENTED(!latents || is_first_columns(v, k), "beside k of head_dim ", k.size(-1), " v must be ",
-                              "k[..., :", checks::kLatentHeadDimV,
-                              "], the same memory: there are kernels for latents alone.");
+                              "k[..., :", kLatentHeadDimV, "], the same memory: there are kernels for latents alone.");
   const Tensor q = latents ? contiguous_and_aligned(given_q) : given_q;
   const OnDevice on_device(q);
   const KvCache cache = cache_of(k, a);

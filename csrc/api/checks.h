@@ -15,8 +15,6 @@
 namespace flash_ext::checks {
 
 constexpr int64_t kMaxHeadDim = 256;
-// Of a cache of latents (csrc/sm90/fwd_latent): v is the first columns of k.
-constexpr int64_t kLatentHeadDim = 576, kLatentHeadDimV = 512;
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 // What a dimension may be; nothing: any size.

@@ -1,6 +1,7 @@
 // What a call over a cache must satisfy before anything is allocated or launched. Metadata only, symbolic sizes allowed.
 #include <utility>
 
+#include "../path_choice.h"
 #include "checks.h"
 
 namespace flash_ext {

@@ -17,6 +17,7 @@ from ._ops.dispatch import check_bounds, explain_options, is_traced
 from ._ops.dispatch_cached import add_sinks, check_values
 from ._ops.spec import default_scale
 from ._ops.words import refuse_kind, refuse_unknown
+from ._rotary import RotaryFactors, factors_of, turn
 
 __all__ = ["Fp8Inputs", "attention_fp8", "quantize_fp8"]
 
@@ -169,6 +170,8 @@ def quantize_fp8(
     smooth_k: bool = True,
     smooth_v: bool = True,
     hadamard: bool = False,
+    rotary: RotaryFactors | None = None,
+    rotary_interleaved: bool = False,
     mode: Fp8Mode = "fp8",
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -194,6 +197,12 @@ def quantize_fp8(
             tensor cores round.
         hadamard: rotate q and k, after random signs, so that an outlier spreads over all channels. Wants
             granularity "block" and a d that is a power of two.
+        rotary: rotary position embedding, applied to q and k before all else, which saves passes over them:
+            (cos, sin) for both, or ((cos, sin) of q, (cos, sin) of k). Each is (seqlen, rotary_dim / 2), (b,
+            seqlen, rotary_dim / 2) or packed (total, rotary_dim / 2), float32 or dtype of q, a row for each
+            row of q or k. Turns the first rotary_dim features, a multiple of 16, in float32; where gradients
+            are asked for or ``mode`` is "mixed" the turned q and k are rounded to their dtype.
+        rotary_interleaved: pairs are neighbouring features, else feature i and i + rotary_dim / 2.
         mode: "mixed" leaves q and k as they are: weights then are as exact as without fp8.
         cu_seqlens_q, cu_seqlens_k: as in :func:`attention_varlen`, for packed sequences, which share means,
             the factors of v, and with granularity "head" those of q and k: what is in one sequence changes
@@ -244,6 +253,13 @@ def quantize_fp8(
             "attention with seqused_k has no gradient, and q, k or v requires one. Call quantize_fp8 under "
             "torch.no_grad()."
         )
+    rotary_factors: tuple[Tensor | None, ...] = (None, None, None, None)
+    if rotary is not None:
+        of_q, of_k = factors_of(rotary, q, k)
+        if mixed or wants_gradient:
+            q, k = turn(q, of_q, rotary_interleaved), turn(k, of_k, rotary_interleaved)
+        else:
+            rotary_factors = (*of_q, *of_k)
     plain = tuple(t.detach() if t.stride(-1) == 1 else t.detach().contiguous() for t in (q, k, v))
     q8, k8, v8, q_descale, k_descale, v_descale, v_offset, k_offset, row_offset = (
         torch.ops.flash_ext.quantize_fp8.default(
@@ -256,6 +272,8 @@ def quantize_fp8(
             smooth_v,
             hadamard,
             mixed,
+            *rotary_factors,
+            rotary_interleaved,
         )
     )
     shifts_k = smooth_k and not mixed

@@ -42,7 +42,8 @@ from ._append import Rotary, append_kv
 from ._attention import AuxRequest, attention_varlen
 from ._batch_invariance import is_batch_invariant, set_batch_invariant
 from ._count import counting, tally
-from ._cpu.cached import BYTES, turned
+from ._cpu.cached import BYTES
+from ._cpu.rotary import turned
 from ._latents import flash_mla_with_kvcache, get_mla_metadata
 from ._log import logged
 from ._masks.biases import ALiBi

@@ -59,6 +59,8 @@ struct AppendArgs {
 struct QuantizeArgs {
   OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_k;
   bool by_block = false, smooth_k = false, smooth_v = false, hadamard = false, mixed = false;
+  OptionalTensor cos_q, sin_q, cos_k, sin_k;  // of a rotary embedding
+  bool interleaved = false;
 };
 struct Fp8CallArgs {
   OptionalTensor q_descale, k_descale;  // none where q and k have 16 bits
@@ -155,11 +157,19 @@ inline constexpr std::tuple kAppend{FLASH_EXT_FIELD_OF(AppendArgs, k_cache).writ
                                     FLASH_EXT_FIELD_OF(AppendArgs, interleaved),
                                     FLASH_EXT_FIELD_OF(AppendArgs, k_descale).with_default("None").written_as('c'),
                                     FLASH_EXT_FIELD_OF(AppendArgs, v_descale).with_default("None").written_as('d')};
-inline constexpr std::tuple kQuantize{
-    FLASH_EXT_FIELD_OF(QuantizeArgs, cu_seqlens_q), FLASH_EXT_FIELD_OF(QuantizeArgs, cu_seqlens_k),
-    FLASH_EXT_FIELD_OF(QuantizeArgs, seqused_k),    FLASH_EXT_FIELD_OF(QuantizeArgs, by_block),
-    FLASH_EXT_FIELD_OF(QuantizeArgs, smooth_k),     FLASH_EXT_FIELD_OF(QuantizeArgs, smooth_v),
-    FLASH_EXT_FIELD_OF(QuantizeArgs, hadamard),     FLASH_EXT_FIELD_OF(QuantizeArgs, mixed)};
+inline constexpr std::tuple kQuantize{FLASH_EXT_FIELD_OF(QuantizeArgs, cu_seqlens_q),
+                                      FLASH_EXT_FIELD_OF(QuantizeArgs, cu_seqlens_k),
+                                      FLASH_EXT_FIELD_OF(QuantizeArgs, seqused_k),
+                                      FLASH_EXT_FIELD_OF(QuantizeArgs, by_block),
+                                      FLASH_EXT_FIELD_OF(QuantizeArgs, smooth_k),
+                                      FLASH_EXT_FIELD_OF(QuantizeArgs, smooth_v),
+                                      FLASH_EXT_FIELD_OF(QuantizeArgs, hadamard),
+                                      FLASH_EXT_FIELD_OF(QuantizeArgs, mixed),
+                                      FLASH_EXT_FIELD_OF(QuantizeArgs, cos_q).with_default("None"),
+                                      FLASH_EXT_FIELD_OF(QuantizeArgs, sin_q).with_default("None"),
+                                      FLASH_EXT_FIELD_OF(QuantizeArgs, cos_k).with_default("None"),
+                                      FLASH_EXT_FIELD_OF(QuantizeArgs, sin_k).with_default("None"),
+                                      FLASH_EXT_FIELD_OF(QuantizeArgs, interleaved).with_default("False")};
 inline constexpr std::tuple kFwdFp8{FLASH_EXT_FIELD_OF(Fp8CallArgs, q_descale),
                                     FLASH_EXT_FIELD_OF(Fp8CallArgs, k_descale),
                                     FLASH_EXT_FIELD_OF(Fp8CallArgs, v_descale),

@@ -5,8 +5,8 @@
 #include <string_view>
 #include <tuple>
 
-#include "../fp8.h"
 #include "../passes/rounding_loss.h"
+#include "../quantize_fp8.h"
 #include "api.h"
 #include "tensors.h"
 
@@ -107,6 +107,30 @@ StridedView transposed_view(const Tensor& v, const Problem& p) {
   x.row_stride = v.stride(-2);
   x.aligned = true;
   return x;
+}
+
+// Factors of the rows of x; none where rows stay as they are.
+RotaryRows rotary_rows(const OptionalTensor& cos, const OptionalTensor& sin, bool interleaved, const Tensor& x,
+                       const char* name) {
+  RotaryRows r;
+  TORCH_CHECK_VALUE(cos.has_value() == sin.has_value(), "cos and sin of ", name, " must be given together.");
+  if (!cos.has_value()) return r;
+  for (const Tensor& t : {*cos, *sin}) {
+    check_device(t, "a rotary factor", x);
+    TORCH_CHECK_VALUE((t.scalar_type() == at::kFloat || t.scalar_type() == x.scalar_type()) &&
+                          t.scalar_type() == cos->scalar_type() && (t.dim() == 2 || (t.dim() == 3 && x.dim() == 4)) &&
+                          t.sizes() == cos->sizes() && t.size(-2) == x.size(-3) &&
+                          (t.dim() == 2 || t.size(0) == x.size(0)) && t.stride(-1) == 1 && t.size(-1) > 0 &&
+                          t.size(-1) % 8 == 0 && 2 * t.size(-1) <= x.size(-1),
+                      "cos and sin do not fit ", name, ".");
+  }
+  r.cos = cos->const_data_ptr(), r.sin = sin->const_data_ptr();
+  r.cos_row = cos->stride(-2), r.sin_row = sin->stride(-2);
+  r.cos_batch = cos->dim() == 3 ? cos->stride(0) : 0, r.sin_batch = sin->dim() == 3 ? sin->stride(0) : 0;
+  r.is_float = cos->scalar_type() == at::kFloat;
+  r.interleaved = interleaved;
+  r.dim = static_cast<int32_t>(2 * cos->size(-1));
+  return r;
 }
 
 }  // namespace
@@ -256,6 +280,10 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
   x.q_factor = pointer(q_descale), x.k_factor = pointer(k_descale), x.v_factor = pointer(v_descale);
   x.v_offset = pointer(v_offset), x.k_offset = pointer(k_offset), x.row_offset = pointer(row_offset);
   x.by_block = a.by_block, x.hadamard = a.hadamard;
+  if (!a.mixed) {
+    x.rotary[0] = rotary_rows(a.cos_q, a.sin_q, a.interleaved, q, "q");
+    x.rotary[1] = rotary_rows(a.cos_k, a.sin_k, a.interleaved, k, "k");
+  }
   x.seqused_k = lengths_of(a.seqused_k, p, q);
   x.stream = stream_handle(q.device());
   const Tensor partials = new_tensor({quantize_floats(p) + RoundingLoss::floats(p)}, floats);

@@ -38,13 +38,14 @@ StatsPass stats_pass(const QuantizeFp8& x) {
   const Shape shape(p);
   StatsPass s{};
   s.batch = p.batch;
+  s.rotary[0] = x.rotary[0], s.rotary[1] = x.rotary[1];
   float* partials = x.partials;
   const auto put = [&](int i, bool wanted, const StridedView& view, int heads, int columns, int64_t rows,
                        const int32_t* bounds, const int32_t* used) {
     TensorPass& t = s.of[i];
     t.x = view, t.columns = columns, t.rows = rows, t.partials = partials;
     t.heads = wanted ? heads : 0;
-    s.parts[i] = static_cast<int>(stat_parts(rows));
+    s.parts[i] = static_cast<int>(stat_parts(rows)), s.rows_of_part[i] = rows_of_stat_part(rows);
     s.bounds[i] = bounds, s.used[i] = used;
     partials += shape.batch * t.heads * s.parts[i] * ChannelStats::kCount * columns;
   };
@@ -87,16 +88,17 @@ std::string run_numbers(const QuantizeFp8& x) {
     return static_cast<int>(packed ? packed_slots(total, p.batch, kFp8Block) : factor_blocks(rows, p.batch, false));
   };
   const auto put = [&](RowsPass& r, const StridedView& view, uint8_t* to, float* factor, int heads, int64_t total,
-                       int64_t rows) {
+                       int64_t rows, const RotaryRows& rotary) {
+    r.rotary = rotary;
     r.t.x = view, r.t.heads = heads, r.t.columns = p.head_dim, r.t.rows = rows;
     r.to = to, r.factor = factor, r.offset = x.k_offset;
     r.blocks = factor_blocks(packed ? total : rows, p.batch, packed);
     r.tiles = tiles(total, rows);
     r.t.first = ctas.add(to == nullptr ? 0 : shape.batch * heads * r.tiles);
   };
-  put(n.rows[0], x.q, x.q8, x.q_factor, p.num_heads, p.total_q, shape.rows_q);
+  put(n.rows[0], x.q, x.q8, x.q_factor, p.num_heads, p.total_q, shape.rows_q, x.rotary[0]);
   n.rows[0].row_offset = x.row_offset, n.rows[0].group = p.num_heads / p.num_heads_k;
-  put(n.rows[1], x.k, x.k8, x.k_factor, p.num_heads_k, p.total_k, shape.rows_k);
+  put(n.rows[1], x.k, x.k8, x.k_factor, p.num_heads_k, p.total_k, shape.rows_k, x.rotary[1]);
   n.v.x = x.v, n.v.heads = p.num_heads_k, n.v.columns = p.head_dim_v, n.v.rows = shape.rows_k;
   n.v8 = x.v8, n.v_factor = x.v_factor, n.v_offset = x.v_offset;
   n.v_columns = transposed_columns(shape.rows_k, p.batch, packed);
@@ -104,10 +106,12 @@ std::string run_numbers(const QuantizeFp8& x) {
   n.loss = RoundingLoss::behind_statistics(x.partials, p);
   n.used = x.seqused_k;
   n.v.first = ctas.add(shape.batch * p.num_heads_k * n.v_tiles);
+  const bool is_plain = !x.hadamard && x.rotary[0].cos == nullptr && x.rotary[1].cos == nullptr;
   return dispatch_dtype(p.dtype, [&]<typename E>() {
     return with_lanes(std::max(p.head_dim, p.head_dim_v), [&]<int kLanes>() {
-      return launch("fp8_numbers", fp8_numbers_kernel<E, kLanes>, ctas.count, kQuantizeThreads,
-                    p.head_dim_v * kFp8Block, x.stream, n);
+      const auto kernel = is_plain ? fp8_numbers_kernel<true, E, kLanes> : fp8_numbers_kernel<false, E, kLanes>;
+      return launch("fp8_numbers", kernel, ctas.count, kNumbersThreads<kLanes>,
+                    std::max(p.head_dim_v * kFp8Block, kSumsBytes<kLanes>), x.stream, n);
     });
   });
 }

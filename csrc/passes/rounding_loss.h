@@ -2,8 +2,8 @@
 // statistics. No CUDA, no torch.
 #pragma once
 
-#include "../fp8.h"
 #include "../heuristics.h"
+#include "../quantize_fp8.h"
 
 namespace flash_ext {
 

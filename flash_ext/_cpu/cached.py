@@ -13,6 +13,7 @@ from .._ops.modifiers import Modifiers
 from .._ops.spec import AttnSpec
 from . import tiles
 from .fp8 import E4M3, LARGEST
+from .rotary import turned
 
 BYTES = (E4M3, torch.int8)
 MOST = {E4M3: LARGEST, torch.int8: 127.0}  # no number of the type is larger
@@ -160,12 +161,3 @@ def append(
 def _in_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.clamp(-MOST[dtype], MOST[dtype])
     return x.round().to(dtype) if dtype == torch.int8 else x.to(dtype)
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x (.., features) with its first 2 * cos.shape[-1] features turned; cos and sin broadcast."""
-    first, rest = x.to(cos.dtype).split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
-    a, b = (first[..., ::2], first[..., 1::2]) if interleaved else first.chunk(2, dim=-1)
-    parts = (a * cos - b * sin, a * sin + b * cos)
-    first = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
-    return torch.cat([first, rest], dim=-1).to(x.dtype)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._ops.spec import AttnSpec
+from .rotary import turned
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = 128  # rows that share a factor
@@ -225,11 +226,20 @@ def quantize(
     smooth_v: bool,
     hadamard: bool,
     mixed: bool,
+    cos_q: Tensor | None = None,
+    sin_q: Tensor | None = None,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
 ) -> tuple[Tensor, ...]:
     """``flash_ext::quantize_fp8``: q, k, v, their factors, and the offsets of v, of k and of scores.
 
     Keys from ``seqused_k`` on count nowhere, and become zeros.
     """
+    if cos_q is not None and sin_q is not None:
+        q = turned(q.float(), cos_q.float().unsqueeze(-2), sin_q.float().unsqueeze(-2), interleaved)
+    if cos_k is not None and sin_k is not None:
+        k = turned(k.float(), cos_k.float().unsqueeze(-2), sin_k.float().unsqueeze(-2), interleaved)
     used = used_rows(k.shape[-3], cu_seqlens_k, seqused_k)
     known_used = _known_used(used, cu_seqlens_k)
     k, v = without_unused(k, used), without_unused(v, used)

@@ -53,6 +53,7 @@ def fake_quantize(
     smooth_v: bool,
     hadamard: bool,
     mixed: bool,
+    *rotary: Any,
 ) -> tuple[Tensor, ...]:
     packed = cu_seqlens_q is not None
     batch = [] if packed else [q.shape[0]]

@@ -28,7 +28,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp8_passes")
     csrc = copy_sources(folder)
     for part in (
-        "passes/fp8_passes.cuh", "passes/fp8_stats.cuh", "passes/rounding_loss.h", "inst/fp8_passes.cu",
+        "passes/fp8_passes.cuh", "passes/fp8_stats.cuh", "passes/fp8_rotary.cuh", "passes/rounding_loss.h",
+        "inst/fp8_passes.cu",
     ):  # fmt: skip
         (csrc / part).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / "csrc" / part, csrc / part)
@@ -71,19 +72,38 @@ WAYS = {  # by_block, smooth_k, smooth_v, hadamard, mixed
 }
 
 
+# Of which cases q and k are turned, and how many features: halves of a row, or neighbours.
+TURNS = {
+    ("ragged", "blocks"): (1, 128),
+    ("ragged", "heads"): (2, 64),
+    ("few rows", "blocks"): (1, 16),
+    ("wide", "blocks"): (1, 96),
+    ("256", "rotated"): (1, 256),
+    ("packed", "blocks"): (2, 64),
+    ("packed", "rotated"): (1, 32),
+    ("packed of one", "blocks as they are"): (2, 16),
+}
+
+
 # The other type differs in how it is read alone, and a rotation wants a power of two.
 CASES = [
-    (shape, way, torch.bfloat16, uses)
+    (shape, way, torch.bfloat16, uses, False)
     for uses in (False, True)
     for shape, (*_, d, _) in ((name, numbers[:7]) for name, numbers in SHAPES.items())
     for way in WAYS
     if (way != "rotated" or d & (d - 1) == 0) and (not uses or shape in USED)
-] + [("ragged", "blocks", torch.float16, False), ("packed", "heads", torch.float16, False)]
+] + [("ragged", "blocks", torch.float16, False, False), ("packed", "heads", torch.float16, False, False)]
+CASES += [
+    (*case, torch.bfloat16, uses, True)
+    for case in TURNS
+    for uses in (False, True)
+    if not uses or case[0] in USED
+]
 
 
-@pytest.mark.parametrize(("shape", "way", "dtype", "uses"), CASES, ids=str)
+@pytest.mark.parametrize(("shape", "way", "dtype", "uses", "turns"), CASES, ids=str)
 def test_passes_agree_with_the_cpu(
-    program: Path, tmp_path: Path, shape: str, way: str, dtype: torch.dtype, uses: bool
+    program: Path, tmp_path: Path, shape: str, way: str, dtype: torch.dtype, uses: bool, turns: bool
 ) -> None:
     """Numbers but for those that a mean's last bit moves; factors and offsets to a few bits.
 
@@ -121,11 +141,18 @@ def test_passes_agree_with_the_cpu(
         *WAYS[way],
         dtype == torch.float16,
         uses,
+        *(TURNS[shape, way] if turns else (0, 0)),
     ]
+    rotary: list[torch.Tensor] = []
+    if turns:
+        for n in (rows, keys):
+            angles = torch.rand(n, TURNS[shape, way][1] // 2) * 6
+            rotary += [angles.cos(), angles.sin()]
     given = [x for x in (*cu, used) if x is not None]
     parts = [torch.tensor([int(x) for x in numbers], dtype=torch.int32), *given]
     data = b"".join(x.numpy().tobytes() for x in parts)
     data += b"".join(x.view(torch.int16).numpy().tobytes() for x in (q, k, v))
+    data += b"".join(x.numpy().tobytes() for x in rotary)
     (tmp_path / "case").write_bytes(data)
     done = subprocess.run(
         [str(program), str(tmp_path / "case"), str(tmp_path / "result")],
@@ -133,7 +160,9 @@ def test_passes_agree_with_the_cpu(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     result = bytearray((tmp_path / "result").read_bytes())
-    want = fp8.quantize(q, k, v, *cu, kept, by_block, smooth_k, smooth_v, hadamard, mixed)
+    interleaved = turns and TURNS[shape, way][0] == 2
+    options = (by_block, smooth_k, smooth_v, hadamard, mixed, *(rotary or [None] * 4), interleaved)
+    want = fp8.quantize(q, k, v, *cu, kept, *options)
     known = [None, None] if not bounds else [slice(x[0], x[-1]) for x in bounds]
     at = 0
     moved = factor = torch.zeros(())

@@ -30,13 +30,36 @@ inline uint8_t e4m3_of(float x) {
   return sign | static_cast<uint8_t>((exponent + 6) * 8 + static_cast<int>(steps));
 }
 inline uint32_t __nv_cvt_float2_to_fp8x2(float2 x, Saturation, Fp8Kind) { return e4m3_of(x.x) | e4m3_of(x.y) << 8; }
-inline __half __nv_cvt_fp8_to_halfraw(uint8_t x, Fp8Kind) {
-  const int exponent = x >> 3 & 15, mantissa = x & 7;
-  float y = exponent == 0 ? std::ldexp(float(mantissa), -9) : std::ldexp(float(8 + mantissa), exponent - 10);
-  if ((x & 0x7f) == 0x7f) y = NAN;
-  return {flash_ext::ptx::narrow<__half>((x & 0x80) != 0 ? -y : y)};
+using __nv_fp8x2_storage_t = uint16_t;
+struct __half2 { __half x, y; };
+struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+inline __half2 __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t pair, Fp8Kind) {
+  const auto half_of = [](uint8_t x) {
+    const bool is_nan = (x & 0x7f) == 0x7f;
+    return __half{flash_ext::ptx::narrow<__half>(is_nan ? NAN : flash_ext::ptx::widen_e4m3(x))};
+  };
+  return {half_of(static_cast<uint8_t>(pair)), half_of(static_cast<uint8_t>(pair >> 8))};
 }
-inline float __half2float(__half x) { return flash_ext::ptx::widen<__half>(x.bits); }
+inline float2 __half22float2(__half2 x) {
+  return {flash_ext::ptx::to_float(x.x), flash_ext::ptx::to_float(x.y)};
+}
+// Of a number and NaN the number.
+template <typename Pair>
+Pair __hmin2(Pair a, Pair b) {
+  const auto least = [](auto x, auto y) {
+    const float u = flash_ext::ptx::to_float(x), v = flash_ext::ptx::to_float(y);
+    return std::isnan(u) || v < u ? y : x;
+  };
+  return {least(a.x, b.x), least(a.y, b.y)};
+}
+template <typename Pair>
+Pair __hmax2(Pair a, Pair b) {
+  const auto most = [](auto x, auto y) {
+    const float u = flash_ext::ptx::to_float(x), v = flash_ext::ptx::to_float(y);
+    return std::isnan(u) || v > u ? y : x;
+  };
+  return {most(a.x, b.x), most(a.y, b.y)};
+}
 
 namespace flash_ext {
 

@@ -34,7 +34,7 @@ StridedView view(std::vector<uint16_t>& x, bool packed, int64_t rows, int heads,
 int main(int, char** argv) {
   std::FILE* in = std::fopen(argv[1], "rb");
   if (in == nullptr) emu::fail("no case");
-  const std::vector<int32_t> n = read<int32_t>(in, 15);
+  const std::vector<int32_t> n = read<int32_t>(in, 17);
   const int batch = n[0], heads = n[1], heads_k = n[2], rows_q = n[3], rows_k = n[4], d = n[5], dv = n[6];
   const bool packed = n[7] != 0, smooth_k = n[9] != 0, smooth_v = n[10] != 0, mixed = n[12] != 0;
   std::vector<int32_t> cu_q, cu_k, used;
@@ -43,9 +43,21 @@ int main(int, char** argv) {
   const int64_t b = packed ? 1 : batch;
   std::vector<uint16_t> q = read<uint16_t>(in, b * rows_q * heads * d), k = read<uint16_t>(in, b * rows_k * heads_k * d);
   std::vector<uint16_t> v = read<uint16_t>(in, b * rows_k * heads_k * dv);
+  // cos and sin of q, and of k, (rows, dim / 2): 1 of the halves of a row, 2 of neighbours.
+  const int turns = n[15], half = n[16] / 2;
+  std::vector<float> factors[4];
+  if (turns != 0) {
+    for (int i = 0; i < 4; ++i) factors[i] = read<float>(in, int64_t{i < 2 ? rows_q : rows_k} * half);
+  }
   std::fclose(in);
 
   QuantizeFp8 x;
+  for (int i = 0; turns != 0 && i < 2; ++i) {
+    RotaryRows& r = x.rotary[i];
+    r.cos = factors[2 * i].data(), r.sin = factors[2 * i + 1].data();
+    r.cos_row = r.sin_row = half;
+    r.is_float = true, r.interleaved = turns == 2, r.dim = 2 * half;
+  }
   x.problem.dtype = n[13] != 0 ? DType::kFloat16 : DType::kBFloat16;
   x.problem.batch = batch, x.problem.num_heads = heads, x.problem.num_heads_k = heads_k;
   x.problem.head_dim = d, x.problem.head_dim_v = dv;

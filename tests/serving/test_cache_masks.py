@@ -442,7 +442,11 @@ def test_what_the_operator_refuses() -> None:
         ((none, none, none, none, ids, ids), ValueError, r"document_k must have shape \(2, any\)"),
         ((none, none, none, none, ids, ids_k.t().contiguous().t()), ValueError, "document_k must be contig"),
         ((none, none, none, none, none, none, bias[:, :3]), ValueError, "bias must have shape"),
-        ((none, none, none, none, none, none, bias[:, :, 0]), ValueError, "an odd number of entries"),
+        (
+            (none, none, none, none, none, none, bias[:, :, 0].contiguous()),
+            ValueError,
+            "an odd number of entries",
+        ),
     ):
         with pytest.raises(error, match=words):
             operator(q, *rest, None, True, *given)

@@ -45,6 +45,10 @@ def fwd_cached(
     tree: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
+    mask: Tensor | None,
+    document_q: Tensor | None,
+    document_k: Tensor | None,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]: ...
 def bwd(
     dout: Tensor,

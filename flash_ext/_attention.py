@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ._count import counting, tally
-from ._masks.biases import ALiBi, Bias
-from ._masks.token_tree import TokenTree
+from ._masks.biases import Bias
 from ._masks.value import Mask
 from ._ops.arguments import Asked
 from ._ops.dispatch import check_bounds, from_heads_first, run_fwd, run_modified_fwd
@@ -286,9 +285,10 @@ def attention_varlen(
 
     With ``seqused_k`` keys and values are a cache: how many keys each sequence has is read on the device, so
     a CUDA graph follows lengths and pages that change between replays. Nothing behind a length is read. There
-    is no gradient, no dropout, no mask but ``TokenTree`` and no bias but ``ALiBi``. On a GPU lengths and
-    pages outside of what there is are clamped; with the environment variable FLASH_EXT_CHECK=1 they are
-    refused as on the CPU.
+    is no gradient and no dropout. Masks are a ``TokenTree`` by itself, or made of ``Causal`` and ``Window``
+    (from the bottom right), ``KeyMask``, ``Dense`` and ``Documents``; others are refused by name. On a GPU
+    lengths and pages outside of what there is are clamped; with the environment variable FLASH_EXT_CHECK=1
+    they are refused as on the CPU.
 
     Args:
         q: (total_q, h, d); dtypes as in :func:`attention`.
@@ -313,7 +313,9 @@ def attention_varlen(
         mask, bias: as in :func:`attention`. Bands, prefixes, intervals, blocks and distances count inside
             each sequence; ``Documents`` and ``KeyMask`` lie over the packed rows. A tensor is (batch, h,
             rows, keys) in coordinates inside each sequence; where rows or keys (unless 1) end before a
-            sequence does, a mask hides and a bias adds 0.
+            sequence does, a mask hides and a bias adds 0. Over a cache row i is the i-th query of its
+            sequence in this call, and key j the j-th of its keys, wherever that lies; ``KeyMask`` is (batch,
+            keys) and ``Documents`` has ids (total_q,) and ids_k (batch, keys), where keys beyond are hidden.
         scale, sinks, softcap, dropout_p, generator, return_aux, deterministic, backend: as in
             :func:`attention`.
 
@@ -330,16 +332,14 @@ def attention_varlen(
         tally("attention_varlen")
     if seqused_k is not None or block_table is not None:
         _refuse_over_cache(
-            mask=None if isinstance(mask, TokenTree) else mask,
-            bias=None if isinstance(bias, ALiBi) else bias, dropout_p=dropout_p or None,
-            generator=generator, max_scores=getattr(return_aux, "max_scores", False) or None,
+            dropout_p=dropout_p or None, generator=generator,
+            max_scores=getattr(return_aux, "max_scores", False) or None,
         )  # fmt: skip
         wants_lse = return_aux is not None and _wants(return_aux)[0]
         out, lse = run_cached(
             q, k, v, cu_seqlens_q, None if block_table is not None else cu_seqlens_k, seqused_k, block_table,
-            max_seqlen_q, max_seqlen_k, scale, causal, window_size, backend, wants_lse,
-            bias.slopes if isinstance(bias, ALiBi) else None, sinks, softcap,
-            mask if isinstance(mask, TokenTree) else None, k_descale, v_descale,
+            max_seqlen_q, max_seqlen_k, scale, causal, window_size, backend, wants_lse, None, sinks, softcap,
+            mask, k_descale, v_descale, bias,
         )  # fmt: skip
         return out if return_aux is None else (out, AuxOutput(lse if wants_lse else None))
     if k_descale is not None or v_descale is not None:
@@ -372,9 +372,8 @@ def _refuse_over_cache(**options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise NotImplementedError(
-                f"{name} is not available over a cache (seqused_k, block_table), only causal, window_size, "
-                "scale, sinks, softcap, mask=TokenTree(words) and bias=ALiBi(slopes). Gather the keys, and "
-                "call attention_varlen without these arguments."
+                f"{name} is not available over a cache (seqused_k, block_table). Gather the keys, and call "
+                "attention_varlen without these arguments."
             )
 
 

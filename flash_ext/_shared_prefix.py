@@ -96,7 +96,7 @@ def attention_shared_prefix(
     )  # fmt: skip
     own, own_lse = run_cached(
         q, k_cache, v_cache, cu_seqlens_q, None, seqused_k, block_table, max_seqlen_q, max_seqlen_k, scale,
-        causal, (-1, -1), None, tree=tree, k_descale=k_descale, v_descale=v_descale,
+        causal, (-1, -1), None, mask=tree, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     out, lse = merge_attention_states(shared, shared_lse, own, own_lse)
     return out, add_sinks(out, lse, sinks, cu_seqlens_q, True)

@@ -48,7 +48,8 @@ from ._latents import flash_mla_with_kvcache, get_mla_metadata
 from ._log import logged
 from ._masks.biases import ALiBi
 from ._masks.token_tree import TokenTree
-from ._ops.dispatch_cached import check_of_heads, may_read, run_cached, tree_of
+from ._masks.value import Mask
+from ._ops.dispatch_cached import check_of_heads, may_read, run_cached
 from ._owners import check_slots_of_one, with_one_owner
 from ._shared_prefix import attention_shared_prefix
 
@@ -204,7 +205,7 @@ def flash_attn_with_kvcache(
     aux_tensors: Any = None,
     ver: int = 3,
     out: Tensor | None = None,
-    mask: TokenTree | None = None,
+    mask: Mask | Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     **others: Any,
 ) -> Result:
@@ -216,7 +217,7 @@ def flash_attn_with_kvcache(
         k, v: (batch, seqlen_new, h_k, d), written behind the ``cache_seqlens`` keys of their sequence; what
             has no room is left out.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2). k and q are turned by their positions in the
-            cache; without causal and window all of q by that of its first.
+            cache; without causal, window and mask all of q by that of its first.
         cache_seqlens: int or (batch,) int32, the keys of each sequence before the append.
         cache_batch_idx: (batch,) int32, the entry of each sequence, without ``page_table``. A sequence whose
             entry is not there has no keys. Several may read one entry, but with k one of them only may have
@@ -227,7 +228,8 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, sinks: as in :func:`flash_ext.attention_varlen`.
         return_softmax_lse: also return lse (batch, h, seqlen_q) or (h, total_q), float32.
         out: in the dtype of q, written by a copy and returned.
-        mask: a :class:`flash_ext.masks.TokenTree`, which takes the place of causal. Without rotary factors,
+        mask: as :func:`flash_ext.attention_varlen` takes it over a cache; ``Documents`` has ids (batch,
+            seqlen_q) where q is dense. A ``TokenTree`` takes the place of causal, and has no rotary factors,
             which turn tokens by their order and not by their depth.
         alibi_slopes: (h,) or (batch, h), the slopes of :class:`flash_ext.masks.ALiBi`.
         q_descale, k_descale, v_descale, num_splits, others: as the module says.
@@ -248,8 +250,8 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     if page_table is not None and cache_batch_idx is not None:
         raise ValueError("page_table and cache_batch_idx must not be given together.")
-    window, tree = _window(window_size), tree_of(mask)
-    if tree is not None and (rotary_cos is not None or rotary_sin is not None):
+    window = _window(window_size)
+    if isinstance(mask, TokenTree) and (rotary_cos is not None or rotary_sin is not None):
         raise NotImplementedError(
             "mask=TokenTree is not available with rotary factors, which turn tokens by their order in the "
             "cache. Turn q and k by the depth of each token, and leave the factors out."
@@ -294,7 +296,7 @@ def flash_attn_with_kvcache(
                 raise ValueError(f"rotary_cos must have a row for each of {room} positions, got {rows}.")
             if q.is_cpu and type(lengths) is Tensor and not torch.compiler.is_compiling():
                 _check_lengths(lengths, room)
-            counts = causal or window != (-1, -1)
+            counts = causal or window != (-1, -1) or mask is not None
             if factors is not None:
                 q = _turned_queries(q, cu_seqlens_q, lengths, counts, factors, rotary_interleaved)
             lengths = _append(
@@ -305,7 +307,7 @@ def flash_attn_with_kvcache(
         found, lse = run_cached(
             q, k_cache, v_cache, cu_seqlens_q, None, lengths, table, max_seqlen_q, None, softmax_scale,
             causal, window, _backend(num_splits, q, scheduler_metadata), return_softmax_lse, alibi_slopes,
-            sinks, softcap, tree, *descales,
+            sinks, softcap, mask, *descales,
         )  # fmt: skip
     return _result(found, lse, out, return_softmax_lse)
 

@@ -73,13 +73,15 @@ FwdResult fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const Op
                      std::optional<double> scale, bool causal, int64_t window_size_left, int64_t window_size_right,
                      const OptionalTensor& slopes, const OptionalTensor& sinks, double softcap,
                      const std::optional<std::string>& backend, bool want_lse, const OptionalTensor& tree,
-                     const OptionalTensor& k_descale, const OptionalTensor& v_descale) {
+                     const OptionalTensor& k_descale, const OptionalTensor& v_descale, const OptionalTensor& mask,
+                     const OptionalTensor& document_q, const OptionalTensor& document_k, const OptionalTensor& bias) {
   CallArgs a = args_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window_size_left,
                        window_size_right, false, backend);
   a.seqused_k = seqused_k, a.block_table = block_table;
   a.slopes = slopes, a.sinks = sinks, a.softcap = softcap;
   a.want_lse = want_lse, a.tree = tree;
   a.k_descale = k_descale, a.v_descale = v_descale;
+  a.mask = mask, a.document_q = document_q, a.document_k = document_k, a.bias = bias;
   return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
 }
 

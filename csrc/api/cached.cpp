@@ -81,25 +81,10 @@ Problem cached_problem(const Tensor& q, const Tensor& k, const Tensor& v, const 
   return p;
 }
 
-// What a call asks for beside the window. Other masks and tensors of scores are none of it.
-Modifiers cached_modifiers(const CallArgs& a, const Problem& p) {
-  Modifiers m;
-  m.softcap = static_cast<float>(a.softcap);
-  m.inv_softcap = a.softcap > 0 ? static_cast<float>(1 / a.softcap) : 0.f;
-  if (a.slopes.has_value()) {
-    m.by_distance.slopes = a.slopes->const_data_ptr<float>();
-    m.by_distance.slopes_batch_stride = a.slopes->dim() == 2 ? p.num_heads : 0;
-  }
-  if (a.sinks.has_value()) m.sinks = a.sinks->const_data_ptr<float>();
-  if (a.tree.has_value()) m.tree = reinterpret_cast<const uint64_t*>(a.tree->const_data_ptr<int64_t>());
-  m.has_score_mod = a.softcap > 0 || m.adds();
-  return m;
-}
-
 FwdResult fwd_cached_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   const auto needs = [](const OptionalTensor& t) { return t.has_value() && t->requires_grad(); };
   const bool wants_gradient =
-      q.requires_grad() || k.requires_grad() || v.requires_grad() || needs(a.slopes) || needs(a.sinks);
+      q.requires_grad() || k.requires_grad() || v.requires_grad() || needs(a.slopes) || needs(a.sinks) || needs(a.bias);
   TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient || !at::GradMode::is_enabled(),
                               "attention over a cache (seqused_k, block_table) has no gradient. Call it under "
                               "torch.no_grad(), or gather the keys and call attention_varlen without these arguments.");
@@ -151,25 +136,28 @@ FwdResult fwd_cached_gpu(const Tensor& given_q, const Tensor& k, const Tensor& v
   if (type != CacheType::k16Bit) params.k = view_of_bytes(k, "k"), params.v = view_of_bytes(v, "v");
   params.lse = lse_pointer(lse, a.want_lse);
   params.stream = stream_handle(q.device());
-  const Modifiers modifiers = cached_modifiers(a, problem);
   const QuantizedCache quantized{factors_of(a.k_descale), factors_of(a.v_descale)};
-  const bool is_modified = modifiers.has_score_mod || modifiers.sinks != nullptr || modifiers.tree != nullptr;
-  const Request request{.direction = Direction::kForward,
-                        .problem = problem,
-                        .modifiers = is_modified ? &modifiers : nullptr,
-                        .constraints = choice.constraints,
-                        .cache = &cache,
-                        .cache_type = type,
-                        .has_slot_factors = quantized.k.of_slots || quantized.v.of_slots,
-                        .has_latents = latents,
-                        .most_queries = a.max_seqlen_q.expect_int(),
-                        .most_keys = a.max_seqlen_k.expect_int()};
+  Request request{.direction = Direction::kForward,
+                  .problem = problem,
+                  .constraints = choice.constraints,
+                  .cache = &cache,
+                  .cache_type = type,
+                  .has_slot_factors = quantized.k.of_slots || quantized.v.of_slots,
+                  .has_latents = latents,
+                  .most_queries = a.max_seqlen_q.expect_int(),
+                  .most_keys = a.max_seqlen_k.expect_int()};
+  const Prepared made = prepare(request, a, params.stream);
+  const Modifiers& modifiers = made.modifiers;
+  const bool is_modified = modifiers.has_score_mod || a.sinks.has_value() || a.tree.has_value() || a.mask.has_value() ||
+                           a.document_k.has_value();
+  if (is_modified) request.modifiers = &modifiers;
   const bool fits_pieces = cache.block_table == nullptr || cache.page_size.divisor % 8 == 0;
   TORCH_CHECK_NOT_IMPLEMENTED(
       !latents || (path.arch == Arch::kSm90 && !is_modified && fits_pieces && problem.tma_ready),
       "a cache of latents (head_dim ", k.size(-1), ", of which v is the first ", v.size(-1),
       ") needs a Hopper GPU, "
-      "pages of a multiple of 8 keys and rows on 16 bytes; it has no softcap, ALiBi or trees.");
+      "pages of a multiple of 8 keys and rows on 16 bytes; it has no softcap, no biases, and no masks but causal and "
+      "windows.");
   const Plan plan = required_forward_plan(path, request, info, q);
   const Tensor workspace = workspace_of(plan, q);
   launch(path, FwdCall{.plan = plan,

@@ -126,9 +126,11 @@ inline constexpr std::tuple kNeeds{FLASH_EXT_FIELD(need_qkv), FLASH_EXT_FIELD(ne
 inline constexpr std::tuple kEnd{FLASH_EXT_FIELD(deterministic), FLASH_EXT_FIELD(backend)};
 inline constexpr std::tuple kWide{FLASH_EXT_FIELD(wide).with_default("False")};
 inline constexpr std::tuple kWantLse{FLASH_EXT_FIELD(want_lse).with_default("True")};
-inline constexpr std::tuple kLater{FLASH_EXT_FIELD(tree).with_default("None"),
-                                   FLASH_EXT_FIELD(k_descale).with_default("None"),
-                                   FLASH_EXT_FIELD(v_descale).with_default("None")};
+inline constexpr std::tuple kLater{
+    FLASH_EXT_FIELD(tree).with_default("None"),       FLASH_EXT_FIELD(k_descale).with_default("None"),
+    FLASH_EXT_FIELD(v_descale).with_default("None"),  FLASH_EXT_FIELD(mask).with_default("None"),
+    FLASH_EXT_FIELD(document_q).with_default("None"), FLASH_EXT_FIELD(document_k).with_default("None"),
+    FLASH_EXT_FIELD(bias).with_default("None")};
 
 // What the rules are about: all but `wide` and `want_lse`.
 inline constexpr auto kCachedChecked = std::tuple_cat(kCachedOptions, kLater);

@@ -248,6 +248,40 @@ void check_of_heads(const Tensor& q, const SymInt& batch, const CallArgs& a) {
 
 bool is_int32(const OptionalTensor& t) { return t.has_value() && t->scalar_type() == at::kInt; }
 
+// By distance (three dimensions), or for each pair of row and key.
+void check_bias(const Tensor& q, const SymInt& batch, const OptionalTensor& bias, c10::ScalarType narrow,
+                const Sizes& rows, const Sizes& keys) {
+  const Sizes batches{batch, 1}, heads{q.sym_size(-2), 1};
+  if (!bias.has_value() || bias->dim() != 3) {
+    check_modifier(bias, "bias", q, {at::kFloat, narrow}, {batches, heads, rows, keys}, false);
+    return;
+  }
+  const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  check_modifier(bias, "bias", q, {statistic}, {batches, heads, {}}, true);
+  const SymInt entries = bias->sym_size(2);
+  TORCH_CHECK_VALUE(equal(entries % 2, 1), "bias by distance must have an odd number of entries, got ", entries, ".");
+  TORCH_CHECK_VALUE(at_most(bias->sym_numel(), INT32_MAX), "bias by distance must have less than 2^31 elements, got ",
+                    bias->sym_numel(), ".");
+}
+
+// As it was given, or condensed (condensed.h).
+void check_mask(const Tensor& q, const SymInt& batch, const OptionalTensor& mask, const Sizes& rows,
+                const Sizes& keys) {
+  const Sizes batches{batch, 1}, heads{q.sym_size(-2), 1};
+  if (!is_int32(mask)) {
+    check_modifier(mask, "mask", q, {at::kBool}, {batches, heads, rows, keys}, false);
+    return;
+  }
+  const Sizes to_rows = rows.empty() ? Sizes{} : Sizes{condensed::mask_rows(rows[0]), condensed::mask_rows(SymInt(1))};
+  const Sizes to_words = keys.empty() ? Sizes{} : Sizes{condensed::mask_words(keys[0])};
+  std::vector<Sizes> shape{batches, heads, to_rows};
+  if (mask->dim() != 3) shape.push_back(to_words);
+  check_modifier(mask, "mask", q, {at::kInt}, shape, true);
+  const int64_t found = mask->sym_size(2).maybe_as_int().value_or(0);
+  TORCH_CHECK_VALUE(condensed::mask_rows(condensed::rows_of_mask(found)) == found,
+                    "a condensed mask has rows and two more for each 64 of them, got ", found, " in all.");
+}
+
 // Dtypes, devices and shapes of what the arguments point to. Values stay on the device; kernels clamp them. The public
 // functions check more, in the caller's words.
 void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
@@ -261,35 +295,13 @@ void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
     sizes.insert(sizes.end(), rest);
     return sizes;
   };
-  const auto of_scores = shape(true, {{heads, 1}, packed ? any : Sizes{rows, 1}, packed ? any : Sizes{keys, 1}});
   const auto of_positions = [&](const SymInt& length) {
     const Sizes lengths{length, condensed::ids_length(length)};
     return packed ? std::vector<Sizes>{lengths} : std::vector<Sizes>{{batch}, lengths};
   };
-  const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-
-  if (a.bias.has_value() && a.bias->dim() == 3) {  // by distance
-    check_modifier(a.bias, "bias", q, {statistic}, shape(true, {{heads, 1}, any}), true);
-    const SymInt entries = a.bias->sym_size(2);
-    TORCH_CHECK_VALUE(equal(entries % 2, 1), "bias by distance must have an odd number of entries, got ", entries, ".");
-    TORCH_CHECK_VALUE(at_most(a.bias->sym_numel(), INT32_MAX),
-                      "bias by distance must have less than 2^31 elements, got ", a.bias->sym_numel(), ".");
-  } else {
-    check_modifier(a.bias, "bias", q, {at::kFloat, q.scalar_type()}, of_scores, false);
-  }
-  // Masks are as they were given, or condensed (condensed.h).
-  if (is_int32(a.mask)) {
-    const Sizes to_rows = packed ? any : Sizes{condensed::mask_rows(rows), condensed::mask_rows(SymInt(1))};
-    const Sizes to_words = packed ? any : Sizes{condensed::mask_words(keys)};
-    check_modifier(
-        a.mask, "mask", q, {at::kInt},
-        a.mask->dim() == 3 ? shape(true, {{heads, 1}, to_rows}) : shape(true, {{heads, 1}, to_rows, to_words}), true);
-    const int64_t found = a.mask->sym_size(2).maybe_as_int().value_or(0);
-    TORCH_CHECK_VALUE(condensed::mask_rows(condensed::rows_of_mask(found)) == found,
-                      "a condensed mask has rows and two more for each 64 of them, got ", found, " in all.");
-  } else {
-    check_modifier(a.mask, "mask", q, {at::kBool}, of_scores, false);
-  }
+  const Sizes of_rows = packed ? any : Sizes{rows, 1}, of_keys = packed ? any : Sizes{keys, 1};
+  check_bias(q, batch, a.bias, q.scalar_type(), of_rows, of_keys);
+  check_mask(q, batch, a.mask, of_rows, of_keys);
   check_modifier(a.document_q, "document_q", q, {at::kInt}, of_positions(rows), true);
   check_modifier(a.document_k, "document_k", q, {at::kInt}, of_positions(keys), true);
   check_modifier(a.prefix_lens, "prefix_lens", q, {at::kInt}, {{batch}}, true);

@@ -40,5 +40,9 @@ void check_options(const Tensor& q, const CallArgs& a);
 void check_modifier(const OptionalTensor& t, const char* name, const Tensor& q,
                     std::initializer_list<c10::ScalarType> dtypes, const std::vector<Sizes>& sizes, bool contiguous);
 void check_of_heads(const Tensor& q, const SymInt& batch, const CallArgs& a);
+// Of any rows or keys where the sizes of these are empty. narrow: what a bias may be beside fp32.
+void check_bias(const Tensor& q, const SymInt& batch, const OptionalTensor& bias, c10::ScalarType narrow,
+                const Sizes& rows, const Sizes& keys);
+void check_mask(const Tensor& q, const SymInt& batch, const OptionalTensor& mask, const Sizes& rows, const Sizes& keys);
 
 }  // namespace flash_ext::checks

@@ -35,6 +35,25 @@ static void check_tree(const Tensor& q, const SymInt& batch, const CallArgs& a) 
                               "count keys in their order in the cache.");
 }
 
+// Rows and keys count inside each sequence. What lies behind the last row or key of a mask is hidden, and a bias adds 0 there.
+static void check_masks(const Tensor& q, const Tensor& k, const SymInt& batch, const CallArgs& a) {
+  const Sizes any;
+  check_mask(q, batch, a.mask, any, any);
+  // Kernels over 8 bits multiply elements of fp16, whatever q is.
+  const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  check_bias(q, batch, a.bias, is_quantized(k) ? statistic : q.scalar_type(), any, any);
+  TORCH_CHECK_VALUE(a.document_q.has_value() == a.document_k.has_value(),
+                    "document_q and document_k must be given together.");
+  check_modifier(
+      a.document_q, "document_q", q, {at::kInt},
+      a.cu_seqlens_q.has_value() ? std::vector<Sizes>{{q.sym_size(0)}} : std::vector<Sizes>{{batch}, {q.sym_size(1)}},
+      true);
+  check_modifier(a.document_k, "document_k", q, {at::kInt}, {{batch}, any}, true);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !a.tree.has_value() || !(a.mask.has_value() || a.document_k.has_value() || a.bias.has_value()),
+      "a tree stands by itself, without a mask, documents or a bias.");
+}
+
 // A cache of 8 bits. Its copies are of 16 bytes.
 static void check_quantized(const Tensor& q, const Tensor& k, const Tensor& v, const SymInt& batch, const CallArgs& a) {
   TORCH_CHECK_TYPE(k.scalar_type() == v.scalar_type(), "k and v must share one dtype, got ", dtype_of(k), " and ",
@@ -108,6 +127,7 @@ void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const C
   if (a.seqused_k.has_value()) check_numbers(*a.seqused_k, "seqused_k", q, 1, "(batch,)", batch);
   check_of_heads(q, batch, a);
   check_tree(q, batch, a);
+  check_masks(q, k, batch, a);
   for (const SymInt& size : {q.sym_size(0), q.sym_size(-3), q.sym_size(-2), k.sym_size(0), k.sym_size(-3)}) {
     TORCH_CHECK_VALUE(size.maybe_as_int().value_or(0) <= kMaxInt32,
                       "every dimension of q and k must be below 2**31, got q ", shape_of(q), ", k ", shape_of(k),

@@ -117,6 +117,15 @@ DocumentIds prepare_document_ids(Prepared& made, const Tensor& ids, int64_t leng
   return x;
 }
 
+// Of calls over a cache, whose kernels want no summaries: (length) or (batch, length), side by side. Of the keys the stride
+// says as well how many have an id.
+DocumentIds plain_document_ids(Prepared& made, const Tensor& ids) {
+  DocumentIds x;
+  x.ids = numbers_of(made, ids);
+  x.batch_stride = ids.dim() == 2 ? ids.size(1) : 0;
+  return x;
+}
+
 // (B|1, H|1, length, 2n), packed (H|1, total, 2n), or condensed and with one dimension less.
 HiddenIntervals prepare_intervals(Prepared& made, const Tensor& bounds, int64_t length, bool is_packed) {
   const Tensor t = condensed_form(made, bounds, bounds.dim() == (is_packed ? 2 : 3));
@@ -150,6 +159,7 @@ Prepared prepare(const Request& request, const CallArgs& a, void* stream) {
     x.table_head_stride = static_cast<int32_t>(broadcast_stride(*a.bias, 1));
   } else if (a.bias.has_value()) {
     m.bias = bias_view(*a.bias);
+    if (request.cache != nullptr) m.bias.is_unaligned = false;  // read as it is
   }
   if (a.slopes.has_value()) {
     m.by_distance.slopes = a.slopes->const_data_ptr<float>();
@@ -165,8 +175,14 @@ Prepared prepare(const Request& request, const CallArgs& a, void* stream) {
   if (a.blocks.has_value()) prepare_blocks(made, *a.blocks, a.block_rows.expect_int(), a.block_cols.expect_int());
   const bool is_packed = p.is_varlen();
   const int64_t rows = is_packed ? p.total_q : p.seqlen_q, keys = is_packed ? p.total_k : p.seqlen_k;
-  if (a.document_q.has_value()) m.document_q = prepare_document_ids(made, *a.document_q, rows);
-  if (a.document_k.has_value()) m.document_k = prepare_document_ids(made, *a.document_k, keys);
+  if (request.cache != nullptr) {
+    if (a.tree.has_value()) m.tree = reinterpret_cast<const uint64_t*>(a.tree->const_data_ptr<int64_t>());
+    if (a.document_q.has_value()) m.document_q = plain_document_ids(made, *a.document_q);
+    if (a.document_k.has_value()) m.document_k = plain_document_ids(made, *a.document_k);
+  } else {
+    if (a.document_q.has_value()) m.document_q = prepare_document_ids(made, *a.document_q, rows);
+    if (a.document_k.has_value()) m.document_k = prepare_document_ids(made, *a.document_k, keys);
+  }
   if (a.hidden_rows.has_value()) m.hidden_rows = prepare_intervals(made, *a.hidden_rows, keys, is_packed);
   if (a.hidden_keys.has_value()) m.hidden_keys = prepare_intervals(made, *a.hidden_keys, rows, is_packed);
   m.drop_below = static_cast<uint32_t>(std::nearbyint(a.dropout_p * 65536));
@@ -175,7 +191,7 @@ Prepared prepare(const Request& request, const CallArgs& a, void* stream) {
     m.keep_scale = m.drop_below >= 65536 ? 0.f : 65536.f / static_cast<float>(65536 - m.drop_below);
   }
   const bool shares_bias = m.bias.ptr != nullptr && a.bias->size(0) == 1 && a.bias->size(2) > 1;
-  m.batch_fastest = shares_bias && !p.is_varlen() && p.batch > 1;
+  m.batch_fastest = shares_bias && !p.is_varlen() && p.batch > 1 && request.cache == nullptr;
   m.has_score_mod = a.softcap > 0 || m.adds();
   m.batches = Divisor(static_cast<uint32_t>(std::max(p.batch, 1)));
   return made;
@@ -227,15 +243,17 @@ const T* something() {  // never read
 constexpr NamedModifier kNamedModifiers[] = {
     {"softcap", [](Modifiers& m) { m.softcap = 30.f, m.inv_softcap = 1.f / 30.f; }, false, NamedModifier::kAnywhere},
     {"alibi", [](Modifiers& m) { m.by_distance.slopes = something<float>(); }, true, NamedModifier::kAnywhere},
-    {"bias", nullptr, true},
-    {"full_bias", nullptr, true},
-    {"float_bias", nullptr, true},
-    {"relative", nullptr, true},
+    {"bias", nullptr, true, NamedModifier::kAnywhere},
+    {"full_bias", nullptr, true, NamedModifier::kAnywhere},
+    {"float_bias", nullptr, true, NamedModifier::kAnywhere},
+    {"relative", nullptr, true, NamedModifier::kAnywhere},
     {"dropout", [](Modifiers& m) { m.rng = something<int64_t>(), m.drop_below = 6554; }},
-    {"mask", [](Modifiers& m) { m.mask.words = something<uint32_t>(), m.mask.row_stride = 1; }},
-    {"key_padding", [](Modifiers& m) { m.mask.words = something<uint32_t>(); }},
+    {"mask", [](Modifiers& m) { m.mask.words = something<uint32_t>(), m.mask.row_stride = 1; }, false,
+     NamedModifier::kAnywhere},
+    {"key_padding", [](Modifiers& m) { m.mask.words = something<uint32_t>(); }, false, NamedModifier::kAnywhere},
     {"blocks", [](Modifiers& m) { m.blocks.words = something<uint32_t>(), m.block_rows = 128; }},
-    {"documents", [](Modifiers& m) { m.document_q.ids = m.document_k.ids = something<int32_t>(); }},
+    {"documents", [](Modifiers& m) { m.document_q.ids = m.document_k.ids = something<int32_t>(); }, false,
+     NamedModifier::kAnywhere},
     {"hidden_rows", [](Modifiers& m) { m.hidden_rows.count = 1; }},
     {"hidden_keys", [](Modifiers& m) { m.hidden_keys.count = 1; }},
     {"chunk", [](Modifiers& m) { m.chunk = 1024; }},
@@ -313,6 +331,7 @@ NamedModifiers::NamedModifiers(const std::vector<std::string>& names, const Prob
     }
   }
   m.has_score_mod = m.softcap > 0 || m.adds();
+  if (has_cache) m.bias.is_unaligned = false;
 }
 
 }  // namespace flash_ext

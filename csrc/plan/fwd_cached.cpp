@@ -185,6 +185,12 @@ void push_merge(const Problem& x, int size, int narrow_rows, Plan& p) {
       .rows = {narrow_rows, INT32_MAX};
 }
 
+// Whether a call needs the instances with masks, documents and biases, which take up to 39 registers more.
+bool has_masks(const Modifiers* m) {
+  return m != nullptr && (m->mask.words != nullptr || m->document_k.ids != nullptr || m->bias.ptr != nullptr ||
+                          m->by_distance.table != nullptr);
+}
+
 // Tiles of few rows, whose keys may be in parts. tall: sequences beyond them are another kernel's.
 RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPortable) {
   const Problem& x = r.problem;
@@ -218,6 +224,7 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
                                t.smem_bytes(size), slots * x.num_heads_k * c.splits, 0));
     l.rows = served;
     l.cache_type = r.cache_type;
+    if (has_masks(r.modifiers)) l.variant = ScoreVariant::kAll;
   };
   if (narrow) push_tile(16, {0, wide || tall ? narrow_rows : INT32_MAX});
   const RowRange many{narrow_rows, tall ? kWideRows : INT32_MAX};

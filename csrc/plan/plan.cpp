@@ -59,8 +59,11 @@ const char* suffix_of(const Launch& l) {
     case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_m128" : "";
     case KernelId::kFwdFp890: return l.variant == ScoreVariant::kMixed ? "_mixed" : "";
     case KernelId::kFwdMod90: return l.block_m > 128 ? "_m192" : "";
-    case KernelId::kFwdPackedQuantized90:
-    case KernelId::kFwdSplitQuantized80: return l.cache_type == CacheType::kInt8 ? "_int8" : "_e4m3";
+    case KernelId::kFwdSplitCachedMod80: return l.variant == ScoreVariant::kAll ? "_all" : "";
+    case KernelId::kFwdSplitQuantized80:
+      if (l.variant == ScoreVariant::kAll) return l.cache_type == CacheType::kInt8 ? "_int8_all" : "_e4m3_all";
+      return l.cache_type == CacheType::kInt8 ? "_int8" : "_e4m3";
+    case KernelId::kFwdPackedQuantized90: return l.cache_type == CacheType::kInt8 ? "_int8" : "_e4m3";
     case KernelId::kBwdFused90:
       return l.dq == DqMode::kOrdered  ? "_det"
              : l.dq == DqMode::kPool   ? "_pool"

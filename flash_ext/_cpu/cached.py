@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._masks.token_tree import sees
@@ -78,8 +79,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse; q is (batch, seqlen_q, heads, features), with its bounds (total_q, heads, features).
 
-    mods: slopes, sinks and a softcap. tree: int64, a word for each row of q. k_descale, v_descale: factors
-    of k and v of 8 bits, which are multiplied in float32 or wider.
+    mods: slopes, sinks, a softcap, a mask, documents and a bias; rows and keys count inside each sequence,
+    and document_k is (batch, any). tree: int64, a word for each row of q, without a mask. k_descale,
+    v_descale: factors of k and v of 8 bits, which are multiplied in float32 or wider.
     """
     wide = tiles.accumulator_dtype(q)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
@@ -87,29 +89,46 @@ def forward(
     if k.dtype in BYTES:
         q = q.to(wide)
     lse = q.new_full(lse_shape, -tiles.INF, dtype=wide)
+    of_q = (tree, mods.document_q)
     if cu_seqlens_q is None:
         parts = [(q[b : b + 1], out[b], lse[b]) for b in range(q.shape[0])]
-        words = [None] * len(parts) if tree is None else list(tree)
+        of_rows = [[x if x is None else x[b] for x in of_q] for b in range(q.shape[0])]
     else:
         bounds = tiles.sequence_bounds(cu_seqlens_q, q.shape[0])
         parts = [(q[None, start:end], out[start:end], lse[:, start:end]) for start, end in bounds]
-        words = [None if tree is None else tree[start:end] for start, end in bounds]
+        of_rows = [[x if x is None else x[start:end] for x in of_q] for start, end in bounds]
     for b, (own_q, own_out, own_lse) in enumerate(parts):
         if own_q.shape[1] == 0:
             continue
-        slopes = mods.slopes[b : b + 1] if mods.slopes is not None and mods.slopes.dim() == 2 else mods.slopes
+        words, ids = of_rows[b]
         own_k, own_v = places.values(k, k_descale, b, wide), places.values(v, v_descale, b, wide)
-        own = replace(mods, slopes=slopes, mask=_shown(words[b], own_k.shape[1]))
+        keys = own_k.shape[1]
+        own = replace(
+            mods,
+            bias=_of_sequence(mods.bias, b),
+            mask=_of_sequence(mods.mask, b) if words is None else _shown(words, keys),
+            document_q=None if ids is None else ids[None],
+            document_k=_ids_of(mods.document_k, b, keys),
+            slopes=mods.slopes if mods.slopes is None or mods.slopes.dim() == 1 else mods.slopes[b : b + 1],
+        )
         found, found_lse, _ = tiles.forward(own_q, own_k, own_v, spec, own)
         own_out.copy_(found[0])
         own_lse.copy_(found_lse[0])
     return out, lse
 
 
-def _shown(words: Tensor | None, keys: int) -> Tensor | None:
+def _of_sequence(x: Tensor | None, b: int) -> Tensor | None:
+    """(1, ...) of a tensor (batch or 1, ...)."""
+    return x if x is None or x.shape[0] == 1 else x[b : b + 1]
+
+
+def _ids_of(x: Tensor | None, b: int, keys: int) -> Tensor | None:
+    """(1, keys) ids of a sequence; keys behind the last one that has an id are of no document."""
+    return None if x is None else F.pad(x[b : b + 1, :keys], (0, max(keys - x.shape[1], 0)), value=-1)
+
+
+def _shown(words: Tensor, keys: int) -> Tensor:
     """bool (1, 1, rows, keys) of a sequence: what its tree shows to each row."""
-    if words is None:
-        return None
     bit = torch.arange(keys) - (keys - words.shape[0])
     return sees(words[:, None], bit)[None, None]
 

@@ -148,7 +148,8 @@ class Documents(Mask):
 
     Args:
         ids: (batch, q_len) or (q_len,) integers below 2**31; packed (total_q,).
-        ids_k: those of the keys, (batch, k_len) or (k_len,); packed (total_k,). None is ``ids``.
+        ids_k: those of the keys, (batch, k_len) or (k_len,); packed (total_k,). None is ``ids``. Over a cache
+            they must be given: (batch, keys) or (keys,), of any number of key positions. Others have none.
 
     Raises:
         TypeError, ValueError: ids have a dtype or shape that does not fit, or (looked at on the CPU only) an
@@ -187,6 +188,8 @@ class Documents(Mask):
         return max(given, default=1), 1
 
     def _check(self, sizes: Sizes) -> None:
+        if self.ids_k is None and sizes.cached:
+            raise ValueError(f"Documents needs ids_k over a cache, the ids of key positions, got {self!r}.")
         if self.ids_k is None and sizes.q_len != sizes.k_len:
             raise ValueError(
                 f"Documents needs ids_k, ids of the keys, where lengths differ, got {self!r} for "
@@ -200,8 +203,9 @@ class KeyMask(Mask):
     """Keys that are True; the others are hidden from all rows.
 
     Args:
-        keep: (batch, k_len) or (k_len,) bool; packed (total_k,). Note that torch's ``key_padding_mask`` is
-            True where a key is hidden: ``KeyMask(~key_padding_mask)``.
+        keep: (batch, k_len) or (k_len,) bool; packed (total_k,). Over a cache (batch, keys) or (keys,) of any
+            number of key positions; what lies beyond is hidden, also by ``~``. Note that torch's
+            ``key_padding_mask`` is True where a key is hidden: ``KeyMask(~key_padding_mask)``.
 
     Example:
         >>> flash_ext.masks.KeyMask.from_lengths(torch.tensor([1, 3]), 4).keep.int().tolist()
@@ -320,8 +324,8 @@ class Dense(Mask):
 
     Args:
         tensor: bool, 1 to 4 dimensions that broadcast from the right to (batch, num_heads, q_len, k_len).
-            Packed: (batch, num_heads, rows, keys) inside each sequence; what lies beyond is hidden, also by
-            ``~``.
+            Packed and over a cache: (batch, num_heads, rows, keys) inside each sequence, where row i is its
+            i-th query of the call; what lies beyond is hidden, also by ``~``.
     """
 
     __slots__ = ("tensor",)
@@ -352,7 +356,7 @@ class Dense(Mask):
 
     def _check(self, sizes: Sizes) -> None:
         hint = ""
-        if self.tensor.shape == (sizes.batch, sizes.k_len) and not sizes.packed:
+        if self.tensor.shape == (sizes.batch, sizes.k_len) and not sizes.packed and not sizes.cached:
             hint = " A mask (batch, k_len) of keys is a KeyMask."
         check_broadcast(self.tensor, "Dense", sizes, hint)
 
@@ -422,9 +426,15 @@ def _check_dims(tensor: Tensor, name: str, least: int, most: int, layout: str) -
 
 
 def _check_rows(tensor: Tensor, name: str, side: str, length: int, sizes: Sizes) -> None:
-    """(length,) or (batch, length); packed (total,)."""
+    """(length,) or (batch, length); packed (total,). Of keys in a cache the length is any."""
     given: Sequence[int] = tuple(tensor.shape)
-    if sizes.packed:
+    if sizes.cached and side == "k_len":
+        if len(given) == 2 and given[0] not in (1, sizes.batch):
+            raise ValueError(
+                f"{name} must have shape (batch, any) over a cache, with batch {sizes.batch}, which may be 1 "
+                f"or left out, got {given}."
+            )
+    elif sizes.packed:
         if given != (length,):
             raise ValueError(f"{name} must have shape (total_{side[0]},) = ({length},), got {given}.")
     elif given[-1] != length or given[0] not in (1, sizes.batch) and len(given) == 2:
@@ -435,12 +445,15 @@ def _check_rows(tensor: Tensor, name: str, side: str, length: int, sizes: Sizes)
 
 
 def check_broadcast(tensor: Tensor, name: str, sizes: Sizes, hint: str = "") -> None:
-    """Refuses a tensor that does not broadcast to the scores. Packed rows and keys may end anywhere."""
+    """Refuses a tensor that does not broadcast to the scores. Packed rows and keys may end anywhere, and so
+    may those over a cache.
+    """
     want = (sizes.batch, sizes.num_heads, sizes.q_len, sizes.k_len)
     pairs = list(zip((1, 1, 1, 1, *tensor.shape)[-4:], want))
-    if all(n in (1, size) for n, size in (pairs[:2] if sizes.packed else pairs)):
+    ends_freely = sizes.packed or sizes.cached
+    if all(n in (1, size) for n, size in (pairs[:2] if ends_freely else pairs)):
         return
     shape = f"(batch, num_heads, q_len, k_len) = {want}"
-    if sizes.packed:
+    if ends_freely:
         shape = f"(batch, num_heads, any, any) = ({want[0]}, {want[1]}, any, any) inside each sequence"
     raise ValueError(f"{name}: tensor must broadcast to {shape}, got {tuple(tensor.shape)}.{hint}")

@@ -83,8 +83,8 @@ class DenseBias(Bias):
     Args:
         tensor: floating point, 1 to 4 dimensions that broadcast from the right to (batch, num_heads, q_len,
             k_len); it may require a gradient, which is summed over the broadcast dimensions. Calls take
-            float32 or the dtype of q. Packed: (batch, num_heads, rows, keys) inside each sequence, adding 0
-            beyond.
+            float32 or the dtype of q. Packed and over a cache: (batch, num_heads, rows, keys) inside each
+            sequence, adding 0 beyond.
 
     Raises:
         TypeError, ValueError: the tensor does not fit.

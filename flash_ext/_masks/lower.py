@@ -7,15 +7,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .atoms import Dense, HiddenKeys, HiddenRows, KeyMask, Window, check_broadcast
+from .atoms import (
+    Causal,
+    Dense,
+    Documents,
+    HiddenKeys,
+    HiddenRows,
+    KeyMask,
+    Window,
+    check_broadcast,
+)
 from .biases import ALiBi, Bias, DenseBias, terms_of
 from .block_algebra import value_of
 from .block_mask import BlockMask, with_leading
 from .normal import Normal, refuse
 from .relative_position import RelativePosition
+from .token_tree import TokenTree
 from .value import And, Mask, Not, Or, Sizes, leaves
 
 INT32_MAX = torch.iinfo(torch.int32).max
+# What kernels over a cache know beside TokenTree.
+OVER_CACHE = (Causal, Window, KeyMask, Dense, Documents)
 
 
 class Terms(NamedTuple):
@@ -27,7 +39,7 @@ class Terms(NamedTuple):
         chunk, sink_tokens: 0 is none.
         prefix_lens: (batch,) int32.
         documents: int32 of rows and of keys, the same object where one tensor serves both.
-        keys: bool (batch, k_len) or (total_k,).
+        keys: bool (batch, k_len) or (total_k,); over a cache (batch or 1, any).
         hidden_rows, hidden_keys: int32, with two or four numbers in the last dimension.
         blocks: one map.
         dense: bool of 1 to 4 dimensions.
@@ -69,6 +81,7 @@ def terms_for(
 
     Raises:
         ValueError: no kernel executes the mask, or a tensor does not fit the sizes.
+        NotImplementedError: no kernel over a cache knows a part of the mask.
     """
     left, right = window
     right = 0 if causal and right >= -1 else right
@@ -76,11 +89,13 @@ def terms_for(
     if mask is None:
         limits = Window(left, right)
         return Terms(limits.left, limits.right, **of_bias)
+    if sizes.cached:
+        _check_over_cache(mask)
     normal = mask.normal()
     bands = normal.bands(left, right)
     mask._check(sizes)
     # Where no length differs both alignments are the same.
-    same = not sizes.packed and sizes.q_len == sizes.k_len
+    same = not sizes.packed and not sizes.cached and sizes.q_len == sizes.k_len
     asked = {"bottom_right"} if left >= 0 or right >= 0 else set()
     alignments = set() if same else normal.alignments | asked
     if len(alignments) > 1:
@@ -101,6 +116,20 @@ def terms_for(
 
 
 # ---- masks --------------------------------------------------------------------------------------------
+
+
+def _check_over_cache(mask: Mask) -> None:
+    for leaf in leaves(mask):
+        name, where = type(leaf).__name__, "over a cache (seqused_k, block_table)"
+        if isinstance(leaf, TokenTree):
+            raise NotImplementedError(f"mask=TokenTree(words) stands by itself {where}, got {mask!r}.")
+        is_at_top = isinstance(leaf, (Causal, Window)) and leaf.alignment == "top_left"
+        if is_at_top or not isinstance(leaf, OVER_CACHE):
+            raise NotImplementedError(
+                f"{leaf if is_at_top else name} is not available in a mask {where}: that has Causal, Window "
+                "(from the bottom right), KeyMask, Dense and Documents, or a TokenTree by itself. Gather the "
+                "keys, and call attention_varlen without these arguments."
+            )
 
 
 def narrowed(numbers: Tensor, least: int) -> Tensor:
@@ -133,7 +162,9 @@ def _documents(normal: Normal) -> tuple[Tensor, Tensor] | None:
 def _keys(normal: Normal, sizes: Sizes) -> Tensor | None:
     if not normal.keys:
         return None
-    keep = _evaluated(And(normal.keys) if len(normal.keys) > 1 else normal.keys[0])
+    keep = _evaluated(And(normal.keys) if len(normal.keys) > 1 else normal.keys[0], sizes.cached)
+    if sizes.cached:
+        return keep[:, 0, 0, :]
     if sizes.packed:
         return keep.reshape(sizes.k_len)
     return keep[:, 0, 0, :].expand(sizes.batch, sizes.k_len)
@@ -155,40 +186,46 @@ def _dense(normal: Normal, sizes: Sizes) -> Tensor | None:
     whole = And(normal.dense) if len(normal.dense) > 1 else normal.dense[0]
     if isinstance(whole, Dense):
         return whole.tensor
-    if sizes.packed and any(isinstance(leaf, KeyMask) for part in normal.dense for leaf in leaves(part)):
+    is_packed = sizes.packed and not sizes.cached
+    if is_packed and any(isinstance(leaf, KeyMask) for part in normal.dense for leaf in leaves(part)):
         raise ValueError(
             f"{normal.words}: KeyMask counts packed keys and Dense those of a sequence, so a union of both "
             "has no kernel in packed calls."
         )
-    if sizes.packed:
+    if sizes.packed or sizes.cached:
         _check_ends(normal)
-    return _evaluated(whole)
+    return _evaluated(whole, sizes.cached)
 
 
 def _check_ends(normal: Normal) -> None:
     """A union of what ends with what repeats for ever would end nowhere, and every tensor ends."""
     for part in normal.dense:
+        # A KeyMask repeats its row and never its column.
         given = [(1, 1, 1, *leaf.tensor.shape)[-2:] for leaf in leaves(part) if isinstance(leaf, Dense)]
+        given += [(1, max(leaf.keep.shape[-1], 2)) for leaf in leaves(part) if isinstance(leaf, KeyMask)]
         if isinstance(part, Or) and any(1 in side and len(set(side)) > 1 for side in zip(*given)):
             raise ValueError(
                 f"{normal.words}: a union of Dense masks of which one repeats its row or its column has no "
-                "kernel in packed calls: expand it to the longest sequence."
+                "kernel in packed calls and over a cache, where a KeyMask repeats its row: expand it to the "
+                "longest sequence."
             )
 
 
-def _evaluated(mask: Mask) -> Tensor:
+def _evaluated(mask: Mask, cached: bool) -> Tensor:
     """An expression of Dense and KeyMask as one bool tensor of 4 dimensions; what is missing is hidden."""
-    if isinstance(mask, Not):
-        return ~_evaluated(mask.mask)
-    if isinstance(mask, Dense):
-        return with_leading(mask.tensor, 4)
-    if isinstance(mask, KeyMask):
-        keep = mask.keep if mask.keep.dim() == 2 else mask.keep[None]
-        return keep[:, None, None, :]
+    is_negated = isinstance(mask, Not)
+    leaf = mask.mask if isinstance(mask, Not) else mask
+    if isinstance(leaf, Dense):
+        return ~with_leading(leaf.tensor, 4) if is_negated else with_leading(leaf.tensor, 4)
+    if isinstance(leaf, KeyMask):
+        keep = leaf.keep if leaf.keep.dim() == 2 else leaf.keep[None]
+        keep = (~keep if is_negated else keep)[:, None, None, :]
+        # A single key of a cache is one key; a dimension of 1 would stand for all of them.
+        return _continued(keep, 3, 2) if cached and keep.shape[3] == 1 else keep
     assert isinstance(mask, (And, Or))
-    total = _evaluated(mask.masks[0])
+    total = _evaluated(mask.masks[0], cached)
     for part in mask.masks[1:]:
-        total = _joined(total, _evaluated(part), isinstance(mask, And))
+        total = _joined(total, _evaluated(part, cached), isinstance(mask, And))
     return total
 
 
@@ -199,12 +236,12 @@ def _joined(a: Tensor, b: Tensor, every: bool) -> Tensor:
         if len(ends) == 2 and every:
             a, b = (t if t.shape[dim] == 1 else t.narrow(dim, 0, min(ends)) for t in (a, b))
         elif len(ends) == 2:
-            a, b = (_continued(t, dim, max(ends)) for t in (a, b))
+            a, b = (t if t.shape[dim] == 1 else _continued(t, dim, max(ends)) for t in (a, b))
     return a & b if every else a | b
 
 
 def _continued(t: Tensor, dim: int, length: int) -> Tensor:
-    if t.shape[dim] in (1, length):
+    if t.shape[dim] == length:
         return t
     shape = [*t.shape[:dim], length - t.shape[dim], *t.shape[dim + 1 :]]
     return torch.cat([t, t.new_zeros(shape)], dim)

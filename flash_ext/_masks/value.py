@@ -24,13 +24,18 @@ ALIGNMENTS: tuple[Alignment, ...] = ("bottom_right", "top_left")
 
 
 class Sizes(NamedTuple):
-    """Sizes of one call. Packed: ``q_len`` and ``k_len`` are the totals of all sequences."""
+    """Sizes of one call. Packed: ``q_len`` and ``k_len`` are the totals of all sequences.
+
+    Cached: keys lie in a cache, of which ``k_len`` says nothing. They count inside their sequence, and what a
+    mask has for them begins with the batch, also where queries are packed.
+    """
 
     packed: bool
     batch: int
     num_heads: int
     q_len: int
     k_len: int
+    cached: bool = False
 
 
 class Points(NamedTuple):

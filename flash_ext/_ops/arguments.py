@@ -60,7 +60,7 @@ def modifiers_of(
         raise ValueError(f"softcap must be 0 (off) or a positive finite number, got {softcap}.")
     dropout_p = checked_dropout_p(asked.dropout_p)
     shown = prepared(mask_value(asked.mask), q, sizes, bool(causal), window)
-    bias, slopes = _added(bias_value(asked.bias, q), q, sizes, keep_repeats)
+    bias, slopes = added(bias_value(asked.bias, q), q, sizes, keep_repeats)
     sinks = asked.sinks
     if sinks is not None:
         sinks = _per_head(sinks, "sinks", q, [(sizes.num_heads,)], "(num_heads,)")
@@ -132,17 +132,17 @@ def bias_value(bias: Any, q: Tensor) -> Bias | None:
     return bias
 
 
-def _added(
+def added(
     bias: Bias | None, q: Tensor, sizes: Sizes, keep_repeats: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Bias and slopes in the shapes of the operators."""
     if bias is None:
         return None, None
     terms = terms_for(None, bias, sizes)
-    added, slopes = terms.bias, terms.slopes
-    if added is not None:
-        _check_bias_dtype(added, q)
-        added = four_dimensions(added, sizes, keep_repeats)
+    total, slopes = terms.bias, terms.slopes
+    if total is not None:
+        _check_bias_dtype(total, q)
+        total = four_dimensions(total, sizes, keep_repeats)
     if slopes is not None:
         slopes = slopes.to(_statistic(q)).contiguous()
     if terms.position is not None:
@@ -152,8 +152,8 @@ def _added(
                 f"{terms.position.num_heads}: its shape is (num_heads, buckets), here "
                 f"{_shape(terms.position.table)}."
             )
-        added = terms.position.by_distance(_statistic(q)).contiguous()
-    return added, slopes
+        total = terms.position.by_distance(_statistic(q)).contiguous()
+    return total, slopes
 
 
 def _sizes(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None) -> Sizes:

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from .._cpu.cached import BYTES
+from .._masks.atoms import Dense, Documents, KeyMask
+from .._masks.biases import ALiBi
 from .._masks.token_tree import MOST_TOKENS, TokenTree
-from .._masks.value import Sizes
+from .._masks.value import Mask, Sizes, leaves
+from .arguments import added, bias_value, mask_value
 from .dispatch import check_bounds, explain_options, explain_tensors, operator_options, refuse_tensor_scale
 from .library import _C
 from .library_cached import flops_fwd_cached as flops_fwd_cached  # which registers the operators
+from .prepared import prepared
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -39,9 +43,10 @@ def run_cached(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
-    tree: TokenTree | None = None,
+    mask: Any = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    bias: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Calls ``fwd_cached``: out and lse of queries over keys of which the device knows how many there are.
 
@@ -52,22 +57,37 @@ def run_cached(
         seqused_k: (batch,) int32, how many keys each sequence has.
         want_lse: if not, lse has no elements.
         slopes: (h,) or (batch, h), those of ALiBi.
-        tree: what the new tokens see of each other, instead of ``causal``.
+        mask: a TokenTree, which says what the new tokens see of each other instead of ``causal``, or another
+            mask or bool tensor, as :func:`flash_ext.attention_varlen` takes them over a cache.
         k_descale, v_descale: float32 factors of k and v of 8 bits: of all, (h_k,), (batch, h_k) or
             (num_pages, page_size, h_k).
+        bias: a bias or a float tensor, without ``slopes``.
 
     The others are those of :func:`flash_ext.attention_varlen`.
     """
     if scale is not None and isinstance(scale, Tensor):
         refuse_tensor_scale()
+    is_bytes = isinstance(k, Tensor) and k.dtype in BYTES  # its one kernel knows sinks
+    total = None
+    if isinstance(bias, ALiBi):
+        slopes = bias.slopes
+    elif bias is not None:
+        total, slopes = _added(bias, q, cu_seqlens_q, is_bytes)
     check_of_heads(q, slopes=slopes, sinks=sinks)
     places = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-    words = None
-    if tree is not None:
-        words = _words_of(tree, q, cu_seqlens_q, window, slopes)
+    words, masks = None, _NO_MASKS
+    if isinstance(mask, TokenTree):
+        words = _words_of(mask, q, cu_seqlens_q, window, slopes)
+        if total is not None:
+            raise NotImplementedError("a TokenTree has no bias beside it.")
         causal, window = False, (-1, -1)
-    is_bytes = isinstance(k, Tensor) and k.dtype in BYTES  # its one kernel knows sinks
-    has_sinks_alone = sinks is not None and slopes is None and softcap == 0 and words is None and not is_bytes
+    elif mask is not None:
+        if not _is_compiling():
+            explain_options(max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
+        masks, window = _masks_of(mask, q, cu_seqlens_q, causal, window)
+        causal = False
+    asks_more = any(t is not None for t in (slopes, words, *masks, total)) or softcap != 0
+    has_sinks_alone = sinks is not None and not asks_more and not is_bytes
     if has_sinks_alone and _wants_late_sinks(q, k, max_seqlen_q, cu_seqlens_q):
         out, lse = run_cached(q, k, v, *places, max_seqlen_q, max_seqlen_k, scale, causal, window, backend)
         return out, add_sinks(out, lse, sinks, cu_seqlens_q, want_lse)
@@ -88,6 +108,8 @@ def run_cached(
             words,
             k_descale,
             v_descale,
+            *masks,
+            total,
         )
         return traced
     most_q, most_k = (n if type(n) is int else None for n in (max_seqlen_q, max_seqlen_k))
@@ -97,7 +119,7 @@ def run_cached(
             check_values(q, k, *places)
         return _C.fwd_cached(
             q, k, v, *places, most_q, most_k, scale, causal, left, right, slopes, sinks, softcap, backend,
-            want_lse, words, k_descale, v_descale,
+            want_lse, words, k_descale, v_descale, *masks, total,
         )  # fmt: skip
     except (TypeError, ValueError, NotImplementedError, AttributeError):
         explain_tensors(q=q, k=k, v=v)
@@ -109,13 +131,66 @@ def run_cached(
 
 
 def tree_of(mask: Any) -> TokenTree | None:
-    """The mask of a function over a cache, which takes no other."""
+    """The mask of a function which takes no other."""
     if mask is None or isinstance(mask, TokenTree):
         return mask
     raise NotImplementedError(
-        f"mask must be a masks.TokenTree or None over a cache, got {type(mask).__qualname__}. Gather the "
-        "keys, and call attention_varlen."
+        f"mask must be a masks.TokenTree or None here, got {type(mask).__qualname__}. attention_varlen takes "
+        "others over a cache."
     )
+
+
+Masks = tuple[Tensor | None, Tensor | None, Tensor | None]
+_NO_MASKS: Masks = (None, None, None)
+
+
+def _masks_of(
+    given: Any, q: Tensor, cu_seqlens_q: Tensor | None, causal: Any, window: Any
+) -> tuple[Masks, tuple[int, int]]:
+    """The operator's mask, document_q and document_k, and the window with the bands of the mask.
+
+    Raises:
+        TypeError, ValueError: the mask is none, or does not fit.
+        NotImplementedError: no kernel over a cache knows a part of it.
+    """
+    mask = mask_value(given)
+    assert mask is not None
+    sizes = _sizes(q, cu_seqlens_q)
+    if not _asks_for_rows(mask):  # then what is prepared serves calls of any number of queries
+        sizes = sizes._replace(q_len=0)
+    shown = prepared(mask, q, sizes, bool(causal), (window[0], window[1]))
+    mods = shown.mods
+    return (mods.mask, mods.document_q, mods.document_k), shown.window
+
+
+def _asks_for_rows(mask: Mask) -> bool:
+    """Whether what is prepared has something for each query: ids, as also a KeyMask beside a Dense gives."""
+    kinds = {type(leaf) for leaf in leaves(mask)}
+    return Documents in kinds or {KeyMask, Dense} <= kinds
+
+
+def _added(
+    given: Any, q: Tensor, cu_seqlens_q: Tensor | None, is_bytes: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The operator's bias and slopes. Beside a cache of 8 bits kernels read a bias in float32."""
+    sizes = _sizes(q, cu_seqlens_q)
+    bias, slopes = added(bias_value(given, q), q, sizes, False)
+    if bias is not None and is_bytes and q.dtype != torch.float64:
+        bias = bias.float()
+    return bias, slopes
+
+
+def _sizes(q: Tensor, cu_seqlens_q: Tensor | None) -> Sizes:
+    explain_tensors(q=q)
+    explain_tensors(True, cu_seqlens_q=cu_seqlens_q)
+    if q.dim() != (4 if cu_seqlens_q is None else 3):
+        rows = "batch, seqlen_q" if cu_seqlens_q is None else "total_q"
+        raise ValueError(f"q must have shape ({rows}, num_heads, head_dim), got {tuple(q.shape)}.")
+    if cu_seqlens_q is None:
+        return Sizes(False, q.shape[0], q.shape[2], q.shape[1], 0, True)
+    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q must have shape (batch + 1,), got {tuple(cu_seqlens_q.shape)}.")
+    return Sizes(True, cu_seqlens_q.shape[0] - 1, q.shape[1], q.shape[0], 0, True)
 
 
 def _words_of(

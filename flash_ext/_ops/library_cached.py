@@ -15,8 +15,8 @@ from .modifiers import Modifiers
 from .spec import AttnSpec
 
 # max_seqlen_q, max_seqlen_k, scale, window_size_left, window_size_right, slopes, sinks, softcap, backend.
-# Behind them stand ``want_lse``, ``tree``, ``k_descale`` and ``v_descale`` where they have not their
-# defaults.
+# Behind them stand ``want_lse``, ``tree``, ``k_descale``, ``v_descale``, ``mask``, ``document_q``,
+# ``document_k`` and ``bias`` where they have not their defaults.
 NUM_OPTIONS = 9
 
 
@@ -30,15 +30,17 @@ def cpu_fwd_cached(
     block_table: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    options, (want_lse, tree, *descales) = options[:NUM_OPTIONS], _behind(*options[NUM_OPTIONS:])
-    _C.check_fwd_cached(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *options, tree, *descales
-    )
+    options, (want_lse, *later) = options[:NUM_OPTIONS], _behind(*options[NUM_OPTIONS:])
+    _C.check_fwd_cached(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, *options, *later)
     _, _, scale, left, right, slopes, sinks, softcap, _ = options
     places = cached.Places(cu_seqlens_k, seqused_k, block_table)
-    mods = Modifiers(slopes=slopes, sinks=sinks, softcap=softcap)
+    tree, k_descale, v_descale, mask, document_q, document_k, bias = later
+    mods = Modifiers(
+        bias=bias, mask=mask, document_q=document_q, document_k=document_k, slopes=slopes, sinks=sinks,
+        softcap=softcap,
+    )  # fmt: skip
     spec = AttnSpec(scale, left, right)
-    out, lse = cached.forward(q, k, v, spec, cu_seqlens_q, places, mods, tree, *descales)
+    out, lse = cached.forward(q, k, v, spec, cu_seqlens_q, places, mods, tree, k_descale, v_descale)
     return out, lse if want_lse else lse.new_empty(0)
 
 
@@ -54,9 +56,13 @@ def _behind(
     tree: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-) -> tuple[bool, Tensor | None, Tensor | None, Tensor | None]:
+    mask: Tensor | None = None,
+    document_q: Tensor | None = None,
+    document_k: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Any, ...]:
     """What stands behind the options, where defaults may be left out."""
-    return want_lse, tree, k_descale, v_descale
+    return want_lse, tree, k_descale, v_descale, mask, document_q, document_k, bias
 
 
 def flops_fwd_cached(

@@ -79,7 +79,8 @@ def plan(text: str) -> dict[str, Any]:
             "without_qkv" wants no others.
             Keys in a cache: "pages" (page_size=N), "entries" (one a sequence) or, with "packed", "rows", of
             16 bits or "e4m3" or "int8". K is the room of a sequence, max_seqlen=Q/K are bounds that the call
-            gives, and modifiers are softcap, alibi, sinks and tree.
+            gives, and modifiers are softcap, alibi, the biases, relative, mask, key_padding, documents, sinks
+            and tree.
 
     Returns:
         A dict: "backend", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in

@@ -174,8 +174,9 @@ def _for_graph(mask: Mask, kept: Kept, key: tuple[Any, ...], versions: list[int]
                 kept.in_graphs.append(found)
             return found
     sizes = key[0]
+    lengths = "a cache" if sizes.cached else f"{sizes.q_len} rows and {sizes.k_len} keys"
     raise ValueError(
-        f"mask is not prepared for {sizes.q_len} rows and {sizes.k_len} keys, batch {sizes.batch} and "
+        f"mask is not prepared for {lengths}, batch {sizes.batch} and "
         f"{sizes.num_heads} heads, and a CUDA graph is being captured: make one call with this mask, these "
         f"sizes and the same causal and window_size before the capture, and keep the mask, got {mask!r}."
     )
@@ -234,9 +235,13 @@ def _of_terms(terms: Terms, device: torch.device, sizes: Sizes) -> Modifiers:
         if elements is not None:
             elements = four_dimensions(elements, sizes, keep_repeats=False)
             mask = elements if mask is None else _both(mask, elements, sizes)
-    if keys is not None and mask is None and terms.documents is None and not sizes.packed:
+    is_packed = sizes.packed and not sizes.cached
+    if keys is not None and mask is None and terms.documents is None and not is_packed:
         # As a mask it becomes one bit a key, which costs the kernels less than an id to compare.
         mask, keys = _without_repeats(keys, [0])[:, None, None, :], None
+    if sizes.cached:
+        ids = _documents_over_cache(terms.documents, keys, device, sizes)
+        return Modifiers(mask=_condensed(mask), document_q=ids[0], document_k=ids[1])
     document_q, document_k = _documents(terms.documents, keys, device, sizes)
     hidden_rows, hidden_keys = (
         t if t is None else _intervals(t, 3 if sizes.packed else 4)
@@ -275,7 +280,8 @@ def _condensed(t: Tensor | None, block_rows: int = 0, block_cols: int = 0) -> Te
 def four_dimensions(t: Tensor, sizes: Sizes, keep_repeats: bool) -> Tensor:
     """(batch|1, num_heads|1, rows|1, keys|1), in which what an expand repeats has size 1."""
     t = with_leading(t, 4)
-    return t if keep_repeats else _without_repeats(t, [0, 1] if sizes.packed else [0, 1, 2, 3])
+    ends_freely = sizes.packed or sizes.cached
+    return t if keep_repeats else _without_repeats(t, [0, 1] if ends_freely else [0, 1, 2, 3])
 
 
 def _without_repeats(t: Tensor, dims: list[int]) -> Tensor:
@@ -344,6 +350,24 @@ def _documents(
         else:
             ids_k = ids_k.masked_fill(~keys, -1)
     return ids_q, ids_k
+
+
+def _documents_over_cache(
+    ids: tuple[Tensor, Tensor] | None, keys: Tensor | None, device: torch.device, sizes: Sizes
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same as own copies and not condensed, (batch, any) of the keys."""
+    if ids is None and keys is None:
+        return None, None
+    of_rows = (sizes.q_len,) if sizes.packed else (sizes.batch, sizes.q_len)
+    if ids is None:
+        assert keys is not None
+        ids_q, ids_k = torch.zeros(of_rows, dtype=torch.int32, device=device), keys.to(torch.int32) - 1
+    else:
+        ids_q, ids_k = ids[0].expand(of_rows), with_leading(ids[1], 2)
+        if keys is not None:
+            count = min(ids_k.shape[1], keys.shape[1])
+            ids_k = ids_k[:, :count].where(keys[:, :count], -1)
+    return _own(ids_q), _own(ids_k.expand(sizes.batch, ids_k.shape[1]))
 
 
 def _intervals(t: Tensor, dims: int) -> Tensor:

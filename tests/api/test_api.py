@@ -68,7 +68,8 @@ OPERATOR_SCHEMAS = {
     "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "float scale, SymInt window_size_left, SymInt window_size_right, Tensor? slopes, Tensor? sinks, "
     f"float softcap, str? backend, {WANT_LSE}, Tensor? tree=None, Tensor? k_descale=None, "
-    "Tensor? v_descale=None) -> (Tensor out, Tensor lse)",
+    "Tensor? v_descale=None, Tensor? mask=None, Tensor? document_q=None, Tensor? document_k=None, "
+    "Tensor? bias=None) -> (Tensor out, Tensor lse)",
     "append_kv": "flash_ext::append_kv(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, "
     "Tensor(c!)? k_descale=None, Tensor(d!)? v_descale=None) -> ()",

@@ -234,7 +234,7 @@ def test_deterministic_backwards_never_add_in_any_order(pretended_gpu) -> None:
                              ("bwd without_qkv bias", "must want another one, as bias_gradient"),
                              ("fwd bias_gradient without_qkv", "must want another one, as bias_gradient"),
                              ("fwd tree", "tree goes with a cache alone"),
-                             ("fwd pages mask", "mask does not go with a cache"),
+                             ("fwd pages blocks", "blocks does not go with a cache"),
                              ("fwd pages fp8", "the fp8 forward has no cache"),
                              ("bwd pages", "over a cache has no backward"),
                              ("fwd pages rows packed", "a cache is one of pages, entries, rows"),
@@ -301,6 +301,10 @@ def words_and_call(words: str, modifiers: str) -> Callable[[], object]:
         torch.zeros(8) if "alibi" in asked else None, torch.zeros(8) if "sinks" in asked else None,
         30.0 if "softcap" in asked else 0.0, None, True,
         torch.zeros(q.shape[: 1 if packed else 2], dtype=torch.int64) if "tree" in asked else None,
+        None, None, torch.ones(4, 1, rows, keys, dtype=torch.bool) if "mask" in asked else None,
+        *((torch.zeros(q.shape[: 1 if packed else 2]).int(), torch.zeros(4, keys).int())
+          if "documents" in asked else (None, None)),
+        torch.zeros(1, 8, rows, keys) if "float_bias" in asked else None,
     )  # fmt: skip
 
 
@@ -312,9 +316,11 @@ CACHES = (
     "packed pages e4m3 seqlen=30/4000 max_seqlen=30/4000", "entries int8 seqlen=3/1000",
 )  # fmt: skip
 TOO_LONG_FOR_TREES = ("pages page_size=12 seqlen=100/1000", "entries seqlen=700/3001")
-CACHED_CALLS = [(words, more) for words in CACHES for more in ("", "softcap sinks", "alibi")] + [
-    (words, "tree") for words in CACHES if words not in TOO_LONG_FOR_TREES
-]
+CACHED_CALLS = [
+    (words, more)
+    for words in CACHES
+    for more in ("", "softcap sinks", "alibi", "mask", "documents sinks", "float_bias")
+] + [(words, "tree") for words in CACHES if words not in TOO_LONG_FOR_TREES]
 
 
 @pytest.mark.parametrize(("words", "modifiers"), CACHED_CALLS)

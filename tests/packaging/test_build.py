@@ -95,8 +95,9 @@ MERGE = (
 )  # any head_dim
 CACHED_MERGE, CACHED_MERGE_COLUMNS = ("fwd_merge_cached_kernel",), (2, 4)  # 128 times so many at most
 # Over a paged cache.
-CACHED, CACHED_SPLIT = ("fwd_cached_kernel",), ("fwd_split_cached_kernel", "fwd_split_cached_mod_kernel")
-QUANTIZED, CACHE_TYPES = ("fwd_split_quantized_kernel",), ("1", "2")  # e4m3, int8
+CACHED = ("fwd_cached_kernel",)
+CACHED_SPLIT = ("fwd_split_cached_kernel", *2 * ("fwd_split_cached_mod_kernel",))  # with trees, with masks
+QUANTIZED, CACHE_TYPES = 2 * ("fwd_split_quantized_kernel",), ("1", "2")  # the same; e4m3, int8
 FP8_HEAD_DIMS = (64, 64, 96, 96, 128, 128, 192, 192, 256)  # up to 128 with q and k of 16 bits too
 FP8_NUMBERS = (8, 16, 32)  # lanes a row
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")

@@ -277,7 +277,7 @@ def test_what_is_refused() -> None:
     for given, error, words in (
         ({"window_size": (5, 0)}, NotImplementedError, r"no window beside it, got window_size \(5, 0\)"),
         ({"bias": masks.ALiBi(torch.ones(4))}, NotImplementedError, "no ALiBi beside it"),
-        ({"mask": tree & masks.Causal()}, NotImplementedError, r"mask is not available .* mask=TokenTree"),
+        ({"mask": tree & masks.Causal()}, NotImplementedError, r"mask=TokenTree\(words\) stands by itself"),
         ({"mask": TokenTree(tree.words[:5])}, ValueError, r"words must have shape \(total_q,\) = \(6,\)"),
         ({"mask": TokenTree(tree.words.view(3, 2))}, ValueError, r"of 2 sequences has n rows, got \(3, 2\)"),
     ):
@@ -316,8 +316,12 @@ def test_what_the_functions_of_engines_refuse() -> None:
     places = {"cache_seqlens": cache.lengths, "page_table": cache.table}
     with pytest.raises(NotImplementedError, match="not available with rotary factors"):
         serving.flash_attn_with_kvcache(*dense, mask=tree, **factors, **places)
-    with pytest.raises(NotImplementedError, match="mask must be a masks.TokenTree or None .* got Causal"):
-        serving.flash_attn_with_kvcache(*dense, mask=masks.Causal(), **places)
+    packed = (q, cache.k, cache.v, torch.tensor([0, 3, 6], dtype=torch.int32))
+    with pytest.raises(NotImplementedError, match="mask must be a masks.TokenTree or None here, got Causal"):
+        serving.attention_shared_prefix(
+            *packed, shared_block_table=cache.table[0, :2], shared_prefix_len=16, mask=masks.Causal(),
+            **cache.places,
+        )  # fmt: skip
     with pytest.raises(ValueError, match=r"\(batch, q_len\) = \(2, 3\), where batch may be 1 or left out"):
         serving.flash_attn_with_kvcache(*dense, mask=TokenTree(tree.words[:, :2]), **places)
 

@@ -302,6 +302,21 @@ def run_cached(case: CacheCase, target: Target, from_host: bool = False) -> None
             backend=target.choice,
         )  # fmt: skip
         assert not out.isnan().any(), f"{case}: a result holds NaN"
+    # Masks, ids and biases that end before the longest sequence does.
+    batch, rows, keys = len(case.counts), max(max(case.counts) - 1, 1), max(case.lengths) - 3
+    given = (
+        torch.rand(batch, keys, device=made_on) < 0.5, torch.rand(8, rows, keys, device=made_on) < 0.5,
+        torch.zeros(sum(case.counts), device=made_on).int(), torch.zeros(batch, keys, device=made_on).int(),
+        torch.randn(1, 8, rows, keys, device=made_on),
+    )  # fmt: skip
+    keep, pairs, ids, ids_k, bias = (exact(t, target.device) for t in given)
+    values = flash_ext.masks
+    for mask in (values.KeyMask(keep), values.Dense(pairs) & values.Documents(ids, ids_k)):
+        out = flash_ext.attention_varlen(
+            q, k, v, bounds, None, mask=mask, bias=bias, seqused_k=lengths, block_table=table,
+            backend=target.choice,
+        )  # fmt: skip
+        assert not out.isnan().any(), f"{case}: a result with a mask holds NaN"
     if max(case.counts) <= 64:
         words = exact(torch.randint(-(2**63), 2**63 - 1, (sum(case.counts),), device=made_on), target.device)
         out = flash_ext.attention_varlen(

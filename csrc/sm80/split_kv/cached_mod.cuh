@@ -1,4 +1,4 @@
-// The forward for few queries over a cache, with a softcap, slopes, sinks and a tree of new tokens.
+// The forward for few queries over a cache, with a softcap, slopes, sinks, and a tree of new tokens or masks and biases.
 #pragma once
 
 #include "cached.cuh"
@@ -8,7 +8,7 @@ namespace flash_ext::sm80 {
 
 // Sequences of more rows than may be split have their tiles of rows shared out instead: no other kernel over a cache knows
 // modifiers, or elements of 8 bits. operands_of(CachedWork) makes T::Operands.
-template <typename T, typename OperandsOf>
+template <typename T, Knows kKnows, typename OperandsOf>
 __device__ __forceinline__ void attend_cached_mod(const FwdParams& p, const SplitGrid& g, const KvCache& cache,
                                                   const KvCacheGrid& c, const RowRange& served, const Modifiers& m,
                                                   const OperandsOf& operands_of) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void attend_cached_mod(const FwdParams& p, const Spli
     const AttnMod mod{p.problem, w.q.length, w.k.length};
     const KeyParts parts = key_parts(mod, c, rows.query(0), rows.query(rows.last()), T::kBlockN, divides);
     if (!divides || w.part < parts.count) {  // the rows behind these may see more keys
-      ModRules<T, true> rules{p.problem, m, tile, rows};
+      ModRules<T, kKnows> rules{p.problem, m, tile, rows};
       attend<T>(
           p, g, w, rules, rows, parts.part(divides ? w.part : 0), row_pointer(p.k, 0, 0, w.h_k),
           row_pointer(p.v, 0, 0, w.h_k), states, parts.count == 1, CacheRows<T>{x.keys, cache},
@@ -44,12 +44,12 @@ __device__ __forceinline__ void attend_cached_mod(const FwdParams& p, const Spli
   }
 }
 
-template <typename T>
+template <typename T, Knows kKnows>
 __global__ void __launch_bounds__(T::kThreads, 2)
     fwd_split_cached_mod_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
                                 const __grid_constant__ KvCache cache, const __grid_constant__ KvCacheGrid c,
                                 const __grid_constant__ RowRange served, const __grid_constant__ Modifiers m) {
-  attend_cached_mod<T>(p, g, cache, c, served, m, [](const CachedWork&) { return HeldOperands<T>{}; });
+  attend_cached_mod<T, kKnows>(p, g, cache, c, served, m, [](const CachedWork&) { return HeldOperands<T>{}; });
 }
 
 }  // namespace flash_ext::sm80

@@ -16,8 +16,10 @@ std::string launch_fwd_split_mod(const FwdCall& c, const Launch& l) {
     return with_tile<E, D>(l.block_m, [&]<typename T>() {
       constexpr int kThreads = T::kThreads, kSmem = T::kTile.smem_bytes(D);
       if constexpr (kCached) {
-        return launch_planned(l, fwd_split_cached_mod_kernel<T>, kThreads, kSmem, p.stream, p, g, c.cache,
-                              c.plan.kv_cache, l.rows, c.modifiers);
+        const auto kernel = l.variant == ScoreVariant::kAll ? fwd_split_cached_mod_kernel<T, Knows::kMasks>
+                                                            : fwd_split_cached_mod_kernel<T, Knows::kTree>;
+        return launch_planned(l, kernel, kThreads, kSmem, p.stream, p, g, c.cache, c.plan.kv_cache, l.rows,
+                              c.modifiers);
       } else {
         return launch_planned(l, fwd_split_mod_kernel<T>, kThreads, kSmem, p.stream, p, g, c.modifiers);
       }

@@ -12,8 +12,10 @@ template <int D>
 std::string launch_fwd_split_quantized(const FwdCall& c, const Launch& l) {
   const FwdParams p = params_of(c);
   const auto launch_tile = [&]<typename T>() {
-    return launch_planned(l, fwd_split_quantized_kernel<T>, T::kThreads, T::kTile.smem_bytes(D), p.stream, p,
-                          c.plan.split_kv, c.cache, c.plan.kv_cache, l.rows, c.modifiers, c.quantized);
+    const auto kernel = l.variant == ScoreVariant::kAll ? fwd_split_quantized_kernel<T, Knows::kMasks>
+                                                        : fwd_split_quantized_kernel<T, Knows::kTree>;
+    return launch_planned(l, kernel, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, c.plan.split_kv, c.cache,
+                          c.plan.kv_cache, l.rows, c.modifiers, c.quantized);
   };
   const auto launch_type = [&]<CacheType kType>() {
     return l.block_m == 16 ? launch_tile.template operator()<QuantizedTraits<kType, D, 16>>()

@@ -38,9 +38,29 @@ struct ModTile {
   }
 };
 
-// kCached: over a cache, where there may be a tree, and of other masks and biases nothing but windows and slopes.
-template <typename T, bool kCached = false>
+// What the rules know beside windows, softcap, slopes and sinks.
+enum class Knows {
+  kEverything,  // without a cache
+  kTree,  // over a cache: the tree of new tokens
+  kMasks  // over a cache: a bit mask, documents and biases, for up to 39 more registers
+};
+
+// The ids of the keys of a sequence in a cache, by their positions. Sequences lie side by side, so the stride of one is how
+// many of its keys have an id; the others have none. A negative id is none, which no row has.
+struct CachedIds {
+  const int32_t* ids;
+  int count;
+
+  __device__ explicit CachedIds(const ScoreMod& s)
+      : ids(s.m.document_k.ids + s.seq.b * s.m.document_k.batch_stride),
+        count(static_cast<int>(min(s.m.document_k.batch_stride, int64_t{s.seq.seqlen_k}))) {}
+  __device__ int key(int i) const { return i < count ? max(ids[i], -1) : -1; }
+};
+
+template <typename T, Knows kKnows = Knows::kEverything>
 struct ModRules {
+  static constexpr bool kTree = kKnows == Knows::kTree, kCached = kKnows != Knows::kEverything;
+
   const Problem& p;
   const Modifiers& m;
   const ModTile& tile;
@@ -117,12 +137,12 @@ struct ModRules {
       for_row(s, half, [&](float& x, int i) {
         const int distance = row + mod.shift() - (col + i);
         x = fmaf(-slope, fabsf(static_cast<float>(distance)), x * scale);
-        if (!kCached && by.table != nullptr) x += table[min(max(by.reach - distance, 0), by.last_entry)];
+        if (!kTree && by.table != nullptr) x += table[min(max(by.reach - distance, 0), by.last_entry)];
       });
       scale = 1.f;
     }
     const BiasView& bias = m.bias;
-    if (kCached || bias.ptr == nullptr) return;
+    if (kTree || bias.ptr == nullptr) return;
     const int64_t at =
         mod.seq.b * bias.batch_stride + mod.h * bias.head_stride + row * bias.row_stride + col * bias.col_stride;
     const int left = row < min(bias.rows, mod.seq.seqlen_q) ? min(bias.cols, mod.seq.seqlen_k) - col : 0;
@@ -170,23 +190,30 @@ struct ModRules {
     for (int n4 = 0; n4 < (kN + 3) / 4; ++n4) {
       const int col0 = first + 32 * n4;
       uint32_t word = ~0u;
-      if (!kCached && m.mask.words != nullptr) {
+      if (!kTree && m.mask.words != nullptr) {
         word = ScoreMod::word(m.mask, mod.seq.b, mod.h, row, col0 / 32) >> col0 % 32;
       }
-      if (kCached && m.tree != nullptr) word = tree_word(mod, row, col0);
+      if (kTree && m.tree != nullptr) word = tree_word(mod, row, col0);
       word = row_word(word, mod, row, col0, kTestInterval | kTestRows) >> (2 * (lane % 4));
 #pragma unroll
       for (int i = 0; i < 2 * min(4, kN - 4 * n4); ++i) {
         if ((word >> (i / 2 * 8 + i % 2) & 1) == 0) s[0][4 * n4 + i / 2][2 * half + i % 2] = -INFINITY;
       }
     }
-    if (kCached) return;
+    if (kTree) return;
     if (has_documents(m)) {
       const Documents documents(mod);
       const int id = documents.row(row);
-      for_row(s, half, [&](float& x, int i) { x = documents.key(col + i) == id ? x : -INFINITY; });
+      const auto keep = [&](const auto& ids) {
+        for_row(s, half, [&](float& x, int i) { x = ids.key(col + i) == id ? x : -INFINITY; });
+      };
+      if constexpr (kCached) {
+        keep(CachedIds(mod));
+      } else {
+        keep(documents);
+      }
     }
-    if (has_key_words(m)) {
+    if (!kCached && has_key_words(m)) {
       const HiddenRows hidden(mod);
       for_row(s, half, [&](float& x, int i) {
         hidden.for_each(col + i, [&](int2 rows) { x = row >= rows.x && row < rows.y ? -INFINITY : x; });

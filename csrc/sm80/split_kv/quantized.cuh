@@ -260,14 +260,14 @@ struct ByteOperands {
   }
 };
 
-template <typename T>
+template <typename T, Knows kKnows>
 __global__ void __launch_bounds__(T::kThreads, 2)
     fwd_split_quantized_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
                                const __grid_constant__ KvCache cache, const __grid_constant__ KvCacheGrid c,
                                const __grid_constant__ RowRange served, const __grid_constant__ Modifiers m,
                                const __grid_constant__ QuantizedCache quantized) {
-  attend_cached_mod<T>(p, g, cache, c, served, m,
-                       [&](const CachedWork& x) { return ByteOperands<T>(quantized, cache, x); });
+  attend_cached_mod<T, kKnows>(p, g, cache, c, served, m,
+                               [&](const CachedWork& x) { return ByteOperands<T>(quantized, cache, x); });
 }
 
 }  // namespace flash_ext::sm80

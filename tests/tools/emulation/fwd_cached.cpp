@@ -1,4 +1,4 @@
-// csrc/sm80/split_kv/cached.cuh, cached_mod.cuh with trees, and quantized.cuh, on a CPU against a model in float64. Built and run by
+// csrc/sm80/split_kv/cached.cuh, cached_mod.cuh with trees and masks, and quantized.cuh, on a CPU against a model in float64. Built and run by
 // tests/kernels/test_emulation.py.
 //
 //   fwd_cached [--all] [--seed N] [--fault N]
@@ -31,6 +31,7 @@ struct Case {
   int page = 16, heads = 4, heads_k = 2, d = 64, dv = 64, left = -1, right = -1;
   bool packed = true, unaligned = false, together = false;  // K and V of a token side by side
   bool tree = false;  // of new tokens
+  bool masks = false, biases = false;  // bits and documents; numbers by element and by distance
   CacheType type = CacheType::k16Bit;
   Factors factors = Factors::kNone;
   float size_of_q = 1.f;
@@ -42,7 +43,7 @@ struct Case {
 };
 
 std::vector<Case> few_cases() {
-  std::vector<Case> list(7);
+  std::vector<Case> list(8);
   list[0].name = "pages of 16";
   list[1].name = "pages of 1, causal", list[1].lq = {5, 2, 1}, list[1].lk = {129, 0, 1}, list[1].page = 1,
   list[1].right = 0;
@@ -57,6 +58,8 @@ std::vector<Case> few_cases() {
   list[5].lq = {1, 20, 3}, list[5].lk = {333, 90, 0}, list[5].right = 0, list[5].outside = 1;
   list[6].name = "int8, factors of slots", list[6].type = CacheType::kInt8, list[6].factors = Factors::kSlots;
   list[6].lq = {1, 20, 3}, list[6].lk = {333, 90, 7}, list[6].right = 0, list[6].page = 1, list[6].d = list[6].dv = 128;
+  list[7].name = "masks and biases", list[7].lq = {1, 7, 0, 40}, list[7].lk = {200, 150, 9, 131}, list[7].outside = 2;
+  list[7].masks = list[7].biases = true, list[7].right = 0;
   return list;
 }
 
@@ -94,6 +97,10 @@ std::vector<Case> all_cases() {
       [](Case& c) { c.tree = true, c.right = 0, c.heads_k = 1, c.lq = {64, 2}, c.lk = {30, 333}, c.page = 8; });
   add("trees, d256", [](Case& c) { c.tree = true, c.d = c.dv = 256, c.lq = {5, 33}, c.lk = {100, 70}; });
   add("trees in rows", [](Case& c) { c.tree = true, c.where = Where::kRows, c.lq = {3, 8}, c.lk = {129, 64}; });
+  add("masks, dense q", [](Case& c) { c.packed = false, c.masks = true, c.lq = {31, 31}, c.lk = {95, 30}; });
+  add("masks in rows", [](Case& c) { c.masks = true, c.where = Where::kRows, c.lq = {3, 8}, c.lk = {129, 64}; });
+  add("masks, d256", [](Case& c) { c.masks = true, c.d = c.dv = 256, c.lq = {5, 33}, c.lk = {100, 70}; });
+  add("biases, window", [](Case& c) { c.biases = true, c.lq = {5, 33}, c.lk = {400, 70}, c.left = 90, c.right = 2; });
   const auto add_bytes = [&](const char* name, CacheType type, Factors factors, const auto& change) {
     add(name, [&](Case& c) { c.type = type, c.factors = factors, change(c); });
   };
@@ -107,6 +114,8 @@ std::vector<Case> all_cases() {
             [](Case& c) { c.where = Where::kEntries, c.packed = false, c.lq = {3, 3}; });
   add_bytes("e4m3, K and V together", kE4m3, kHeads, [](Case& c) { c.together = true, c.page = 64, c.heads_k = 1; });
   add_bytes("e4m3, trees", kE4m3, kHeads, [](Case& c) { c.tree = true, c.lq = {5, 33}, c.lk = {100, 270}; });
+  add_bytes("e4m3, masks and biases", kE4m3, kSlots,
+            [](Case& c) { c.masks = c.biases = true, c.lq = {5, 33}, c.lk = {100, 270}; });
   add_bytes("int8, large q", kInt8, kSlots, [](Case& c) { c.size_of_q = 1e30f, c.lq = {1, 20}; });
   add_bytes("e4m3, small q", kE4m3, kHeads, [](Case& c) { c.size_of_q = 1e-20f, c.lq = {1, 20}; });
   add_bytes("int8, window", kInt8, kSlots,
@@ -123,6 +132,9 @@ struct Data {
   std::vector<uint16_t> q, kv, out;
   std::vector<float> lse;
   std::vector<uint64_t> workspace, tree;
+  std::vector<uint32_t> bits;
+  std::vector<int32_t> ids_q, ids_k;
+  std::vector<float> bias, by_distance;
   std::vector<float> k_factors, v_factors;
   QuantizedCache quantized;
   FwdParams p;
@@ -199,9 +211,60 @@ struct Data {
     lse.assign(r.total_q * c.heads, NAN);
     p.lse = lse.data();
     m.unit_log2 = r.abs_scale_log2;
+    if (c.masks) make_masks();
+    if (c.biases) make_biases();
     if (!c.tree) return;
     for (int i = 0; i < r.total_q; ++i) tree.push_back(uint64_t{generator()} << 32 | generator());
     m.tree = tree.data();
+  }
+
+  // They end before the longest sequence does. A third of each hides.
+  int mask_rows() const { return std::max(*std::max_element(c.lq.begin(), c.lq.end()) - 1, 2); }
+  int mask_keys() const { return *std::max_element(c.lk.begin(), c.lk.end()) - 3; }
+  void make_masks() {
+    const int rows = mask_rows(), words = (mask_keys() + 31) / 32;
+    BitRows& x = m.mask;
+    bits.assign(int64_t{1} * batch * c.heads * rows * words, 0);
+    for (size_t i = 0; i < bits.size(); ++i) {
+      const int first = static_cast<int>(i % words) * 32;
+      for (int bit = 0; bit < std::min(32, mask_keys() - first); ++bit) bits[i] |= uint32_t{below(3) > 0} << bit;
+    }
+    x.words = bits.data();
+    x.row_stride = words, x.head_stride = int64_t{1} * rows * words, x.batch_stride = x.head_stride * c.heads;
+    x.word_stride = 1, x.rows = rows, x.num_words = words;
+    for (int i = 0; i < p.problem.total_q; ++i) ids_q.push_back(below(3) - 1);
+    for (int i = 0; i < batch * mask_keys(); ++i) ids_k.push_back(below(3) - 1);
+    m.document_q.ids = ids_q.data(), m.document_k.ids = ids_k.data();
+    m.document_q.batch_stride = c.packed ? 0 : c.lq[0], m.document_k.batch_stride = mask_keys();
+  }
+  void make_biases() {
+    constexpr int kReach = 20;
+    bias.resize(int64_t{1} * c.heads * mask_rows() * mask_keys());
+    by_distance.resize(c.heads * (2 * kReach + 1));
+    for (std::vector<float>* to : {&bias, &by_distance}) {
+      for (float& x : *to) x = std::normal_distribution<float>()(generator);
+    }
+    BiasView& x = m.bias;
+    x.ptr = bias.data(), x.is_float = true, x.rows = mask_rows(), x.cols = mask_keys(), x.col_stride = 1;
+    x.row_stride = x.cols, x.head_stride = int64_t{1} * x.rows * x.cols;
+    m.by_distance.table = by_distance.data(), m.by_distance.reach = kReach, m.by_distance.last_entry = 2 * kReach;
+    m.by_distance.table_head_stride = 2 * kReach + 1;
+    m.has_score_mod = true, m.unit_log2 = kLog2e;
+  }
+  // What pair by pair is hidden and added. query: of its sequence, row: of q.
+  bool hides(int b, int h, int query, int64_t row, int key) const {
+    if (!c.masks) return false;
+    if (query >= m.mask.rows || key >= mask_keys()) return true;
+    const uint32_t word = bits[((b * c.heads + h) * m.mask.rows + query) * m.mask.num_words + key / 32];
+    const int id = ids_k[b * mask_keys() + key];
+    return (word >> key % 32 & 1) == 0 || id < 0 || id != ids_q[row];
+  }
+  double added(int h, int query, int key, int level) const {
+    if (!c.biases) return 0;
+    const DistanceBias& by = m.by_distance;
+    const bool inside = query < m.bias.rows && key < m.bias.cols;
+    const double of_pair = inside ? bias[(h * m.bias.rows + query) * m.bias.cols + key] : 0.;
+    return of_pair + by_distance[h * (by.last_entry + 1) + std::clamp(key - level, -by.reach, by.reach) + by.reach];
   }
 
   static uint16_t* aligned(std::vector<uint16_t>& x) {
@@ -307,12 +370,14 @@ struct Data {
         double sum = 0;
         for (int j = 0; j < keys; ++j) {
           if (c.tree && !shows(start + query, j - (keys - rows))) continue;
+          if (hides(b, h, query, start + query, j)) continue;
           if ((c.right >= 0 && j > level + c.right) || (c.left >= 0 && j < level - c.left)) continue;
           double score = 0;
           const int h_k = h / (c.heads / c.heads_k);
           const uint16_t *k = at(p.k, b, j, h_k), *v = at(p.v, b, j, h_k);
           for (int x = 0; x < c.d; ++x) score += double(ptx::widen<E>(own[x])) * element(k, x);
-          const double weight = std::exp(score * factor(quantized.k, b, j, h_k) * r.softmax_scale - shift);
+          const double scaled = score * factor(quantized.k, b, j, h_k) * r.softmax_scale + added(h, query, j, level);
+          const double weight = std::exp(scaled - shift);
           sum += weight;
           const double of_v = weight * factor(quantized.v, b, j, h_k);
           for (int x = 0; x < c.dv; ++x) sums[x] += of_v * element(v, x);
@@ -367,14 +432,21 @@ void run(const FwdParams& p, const Modifiers& m, const Plan& plan, const KvCache
     for (blockIdx.x = 0; blockIdx.x < l.ctas; ++blockIdx.x) {
       emu::run_cta(l.threads, [&] {
         if (l.kernel == KernelId::kFwdMergeCached80) {
-          sm80::fwd_merge_cached_kernel<E, sm80::kMergePasses>(p, g, cache, c, sm80::RowEnding{p.problem.abs_scale_log2}, l.rows.above,
+          sm80::fwd_merge_cached_kernel<E, sm80::kMergePasses>(p, g, cache, c, sm80::RowEnding{m.unit_log2}, l.rows.above,
                                            c.narrow_block_n);
         } else if (l.kernel == KernelId::kFwdSplitQuantized80) {
+          const auto run_rows = [&]<typename T>() {
+            if (l.variant == ScoreVariant::kAll) {
+              sm80::fwd_split_quantized_kernel<T, sm80::Knows::kMasks>(p, g, cache, c, l.rows, m, factors);
+            } else {
+              sm80::fwd_split_quantized_kernel<T, sm80::Knows::kTree>(p, g, cache, c, l.rows, m, factors);
+            }
+          };
           const auto run_tile = [&]<CacheType kType>() {
             if (l.block_m == 16) {
-              sm80::fwd_split_quantized_kernel<sm80::QuantizedTraits<kType, D, 16>>(p, g, cache, c, l.rows, m, factors);
+              run_rows.template operator()<sm80::QuantizedTraits<kType, D, 16>>();
             } else {
-              sm80::fwd_split_quantized_kernel<sm80::QuantizedTraits<kType, D, 64>>(p, g, cache, c, l.rows, m, factors);
+              run_rows.template operator()<sm80::QuantizedTraits<kType, D, 64>>();
             }
           };
           if (l.cache_type == CacheType::kInt8) {
@@ -382,10 +454,17 @@ void run(const FwdParams& p, const Modifiers& m, const Plan& plan, const KvCache
           } else {
             run_tile.template operator()<CacheType::kE4m3>();
           }
-        } else if (l.kernel == KernelId::kFwdSplitCachedMod80 && l.block_m == 16) {
-          sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, 16>>(p, g, cache, c, l.rows, m);
         } else if (l.kernel == KernelId::kFwdSplitCachedMod80) {
-          sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, 64>>(p, g, cache, c, l.rows, m);
+          const auto run_rows = [&]<int kRows>() {
+            if (l.variant == ScoreVariant::kAll) {
+              sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, kRows>, sm80::Knows::kMasks>(p, g, cache, c,
+                                                                                                     l.rows, m);
+            } else {
+              sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, kRows>, sm80::Knows::kTree>(p, g, cache, c,
+                                                                                                    l.rows, m);
+            }
+          };
+          l.block_m == 16 ? run_rows.template operator()<16>() : run_rows.template operator()<64>();
         } else if (l.kernel != KernelId::kFwdSplitCached80) {
           emu::fail("this program has no kernel for so many rows");
         } else if (l.block_m == 16) {
@@ -402,7 +481,7 @@ template <typename E>
 bool agrees(const Case& c, int splits, bool lazy) {
   Data<E> x(c);
   Request request{
-      .problem = x.p.problem, .modifiers = c.tree ? &x.m : nullptr, .cache = &x.cache, .cache_type = c.type};
+      .problem = x.p.problem, .modifiers = c.tree || c.masks || c.biases ? &x.m : nullptr, .cache = &x.cache, .cache_type = c.type};
   request.most_queries = c.most_queries > 0 ? c.most_queries : *std::max_element(c.lq.begin(), c.lq.end());
   request.constraints.kv_splits = splits;
   Plan made = plan(request, {.cc_major = 8, .cc_minor = 6, .num_sms = 4, .smem_per_block = 99 * 1024}, Arch::kSm80);

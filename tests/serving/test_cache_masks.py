@@ -1,0 +1,512 @@
+"""Masks and biases over caches: against float64 with both written out, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_ext import AuxRequest, attention_varlen, masks, serving
+from flash_ext._ops.library import _C
+from flash_ext._ops.modifiers import Modifiers
+from flash_ext._ops.spec import AttnSpec, default_scale
+from flash_ext.masks import ALiBi, Causal, Dense, DenseBias, Documents, KeyMask, RelativePosition, Window
+from tests.pages import FACTORS, Cache, close, in_bytes, make_cache, packed_queries
+from tests.qkv import dtype_on, null_kernels, on_devices
+from tests.reference import attention_reference
+
+LSE = AuxRequest(lse=True)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(23)
+    random.seed(23)
+
+
+# ---- what a mask means, pair by pair --------------------------------------------------------------------
+
+
+def fitted(t: Tensor, b: int, heads: int, rows: int, keys: int) -> Tensor:
+    """(heads, rows, keys) of sequence b; where rows or keys end, False or 0."""
+    t = t[(None,) * (4 - t.dim())]
+    t = t[b if t.shape[0] > 1 else 0].expand(heads, -1, -1)
+    found = t.new_zeros(heads, rows, keys)
+    r, c = (size if own == 1 else min(size, own) for size, own in zip((rows, keys), t.shape[1:]))
+    found[:, :r, :c] = t[:, : r if t.shape[1] > 1 else 1, : c if t.shape[2] > 1 else 1]
+    return found
+
+
+def fitted_keys(keep: Tensor, b: int, heads: int, rows: int, keys: int) -> Tensor:
+    """The same of (batch, n) or (n,), where one key is one key."""
+    own = keep if keep.dim() == 1 else keep[b if len(keep) > 1 else 0]
+    found = own.new_zeros(keys)
+    found[: len(own)] = own[:keys]
+    return found.expand(heads, rows, keys)
+
+
+def fitted_ids(ids: Tensor, ids_k: Tensor, b: int, heads: int, keys: int) -> Tensor:
+    """The same of ids of the rows of a sequence, and of the keys of all."""
+    own = ids_k if ids_k.dim() == 1 else ids_k[b if len(ids_k) > 1 else 0]
+    of_keys = torch.full((keys,), -1, device=ids.device)
+    of_keys[: len(own)] = own[:keys]
+    return ((ids[:, None] == of_keys) & (of_keys >= 0)).expand(heads, len(ids), keys)
+
+
+@dataclass
+class Asked:
+    """What a call is given, and what that is for a sequence of it.
+
+    Attributes:
+        options: of the call.
+        shown: (b, rows, keys) to bool (heads, rows, keys).
+        added: the same of what is added, None for nothing.
+    """
+
+    options: dict[str, Any]
+    shown: Any = None
+    added: Any = None
+
+    def check(
+        self, out: Tensor, lse: Tensor, q: list[Tensor], rows: list[tuple[Tensor, Tensor]], starts: list[int]
+    ) -> None:
+        """Every sequence of a packed call, and zeros where there is none."""
+        given = self.options
+        left, right = given.get("window_size", (-1, -1))
+        right = 0 if given.get("causal") else right
+        inside = torch.zeros(out.shape[0], dtype=torch.bool, device=out.device)
+        for b, (own, (k, v), start) in enumerate(zip(q, rows, starts)):
+            part = slice(start, start + len(own))
+            inside[part] = True
+            if not len(own):
+                continue
+            shown = None if self.shown is None else self.shown(b, len(own), len(k))[None]
+            added = None if self.added is None else self.added(b, len(own), len(k))[None]
+            mods = Modifiers(
+                mask=shown, bias=added, sinks=given.get("sinks"), softcap=given.get("softcap", 0.0)
+            )
+            spec = AttnSpec(default_scale(own.shape[-1]), left, right)
+            want, want_lse = attention_reference(own[None], k[None], v[None], spec, mods=mods)
+            close(out[part], want[0], "out")
+            close(lse[:, part], want_lse[0], "lse")
+        assert not out[~inside].any() and (lse[:, ~inside] == -torch.inf).all()
+
+
+KINDS = ("keys", "one row of keys", "dense", "dense of heads", "documents", "keys and dense", "everything")
+
+
+def ask(kind: str, counts: list[int], lengths: list[int], heads: int, device: str, outside: int = 0) -> Asked:
+    """Masks that end before the longest sequence does, and of which each hides a half or a third."""
+    batch, rows, keys = len(counts), max(max(counts) - 1, 2), max(max(lengths) - 3, 2)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(*shape, device=device) < 0.6
+
+    keep = draw(keys) if kind == "one row of keys" else draw(batch, keys)
+    dense = draw(batch, heads, rows, keys) if kind == "dense of heads" else draw(batch, 1, rows, keys)
+    ids = torch.randint(-1, 3, (sum(counts) + 2 * outside,), device=device)
+    ids_k = torch.randint(-1, 3, (batch, keys), device=device)
+    start = torch.tensor([0, *counts]).cumsum(0) + outside
+
+    def of_keys(b: int, m: int, n: int) -> Tensor:
+        return fitted_keys(keep, b, heads, m, n)
+
+    def of_pairs(b: int, m: int, n: int) -> Tensor:
+        return fitted(dense, b, heads, m, n)
+
+    def of_ids(b: int, m: int, n: int) -> Tensor:
+        return fitted_ids(ids[start[b] : start[b + 1]], ids_k, b, heads, n)
+
+    parts = {
+        "keys": [(KeyMask(keep), of_keys)], "dense": [(Dense(dense), of_pairs)],
+        "documents": [(Documents(ids, ids_k), of_ids)],
+        "keys and dense": [(KeyMask(keep), of_keys), (Dense(dense), of_pairs)],
+        "everything": [(Documents(ids, ids_k), of_ids), (KeyMask(keep), of_keys), (Dense(dense), of_pairs)],
+    }  # fmt: skip
+    chosen = parts[{"one row of keys": "keys", "dense of heads": "dense"}.get(kind, kind)]
+    mask: Any = chosen[0][0]
+    for value, _ in chosen[1:]:
+        mask = mask & value
+
+    def shown(b: int, m: int, n: int) -> Tensor:
+        return torch.stack([rule(b, m, n) for _, rule in chosen]).all(0)
+
+    return Asked({"mask": mask}, shown)
+
+
+def call(
+    q: Tensor, cache: Cache, bounds: Tensor, asked: Asked, each: list[Tensor], **more: Any
+) -> tuple[Tensor, Tensor]:
+    """Runs and checks."""
+    out, aux = attention_varlen(
+        q, cache.k, cache.v, bounds, None, return_aux=LSE, **asked.options, **cache.places, **more
+    )
+    asked.check(out, aux.lse, each, cache.rows, bounds.tolist())
+    return out, aux.lse
+
+
+# ---- against float64 ------------------------------------------------------------------------------------
+
+# (query heads, key heads, head_dim, head_dim_v)
+HEADS = ((4, 4, 64, 64), (16, 2, 128, 128), (8, 1, 256, 256), (6, 2, 40, 72))
+COUNTS, LENGTHS = [1, 7, 0, 90, 16, 33, 5], [300, 7, 20, 700, 9, 400, 0]
+
+
+@on_devices
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_masks_of_every_kind(heads: tuple, kind: str, page_size: int, device: str) -> None:
+    """One new token and several, prompts, sequences without keys or queries, rows of no sequence."""
+    h, h_k, d, dv = heads
+    cache = make_cache(LENGTHS, page_size, h_k, d, dv, device, dtype_on(device))
+    q, bounds, each = packed_queries(COUNTS, h, d, device, dtype_on(device), outside=2)
+    asked = ask(kind, COUNTS, LENGTHS, h, device, outside=2)
+    for given in ({}, {"causal": True, "sinks": torch.randn(h, device=device)}):
+        asked.options = {"mask": asked.options["mask"], **given}
+        for bound in (90, None):
+            call(q, cache, bounds, asked, each, max_seqlen_q=bound)
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["keys", "dense", "everything"])
+@pytest.mark.parametrize("count", [1, 2, 16])
+def test_decoding_steps(count: int, kind: str, device: str) -> None:
+    """As many queries of each sequence, in tiles of 16 rows and of 64."""
+    lengths = [500, 3, 128, 129]
+    for heads in ((8, 8), (8, 2), (8, 1)):
+        cache = make_cache(lengths, 16, heads[1], 64, None, device, dtype_on(device))
+        q, bounds, each = packed_queries([count] * 4, heads[0], 64, device, dtype_on(device))
+        asked = ask(kind, [count] * 4, lengths, heads[0], device)
+        call(q, cache, bounds, asked, each, max_seqlen_q=count)
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["keys", "dense of heads", "everything"])
+@pytest.mark.parametrize("window", [(-1, 0), (50, 0), (30, 7)], ids=str)
+def test_beside_windows_and_changed_scores(window: tuple[int, int], kind: str, device: str) -> None:
+    counts, lengths, h = [3, 1, 70], [300, 7, 333], 8
+    cache = make_cache(lengths, 16, 2, 64, None, device, dtype_on(device))
+    q, bounds, each = packed_queries(counts, h, 64, device, dtype_on(device))
+    asked = ask(kind, counts, lengths, h, device)
+    slopes, sinks = torch.rand(3, h, device=device) / 8, torch.randn(h, device=device)
+
+    def by_distance(b: int, m: int, n: int) -> Tensor:
+        row, key = torch.arange(m, device=device)[:, None] + n - m, torch.arange(n, device=device)
+        return -slopes[b, :, None, None] * (row - key).abs()
+
+    asked.options |= {"window_size": window, "softcap": 4.0, "sinks": sinks, "bias": ALiBi(slopes)}
+    asked.added = by_distance
+    call(q, cache, bounds, asked, each, max_seqlen_q=70)
+    # The same window as a part of the mask, which joins the one beside it.
+    both = asked.options["mask"] & Window(*window)
+    moved = {**asked.options, "mask": both, "window_size": (-1, -1)}
+    for options in (moved, {**moved, "mask": both & Causal(), "window_size": (-1, -1)}):
+        again = Asked(options, asked.shown, by_distance)
+        out, aux = attention_varlen(
+            q, cache.k, cache.v, bounds, None, return_aux=LSE, **options, **cache.places
+        )
+        right = 0 if options is not moved else window[1]
+        again.options = {**options, "window_size": (window[0], right)}
+        again.check(out, aux.lse, each, cache.rows, bounds.tolist())
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["dense", "dense, one row", "dense, in q's dtype", "by distance", "both"])
+def test_biases(kind: str, device: str) -> None:
+    """Of every pair, repeated, ending before the keys do, and by distance; beside ALiBi and a mask."""
+    counts, lengths, h = [3, 1, 70], [300, 7, 333], 8
+    cache = make_cache(lengths, 16, 2, 64, None, device, dtype_on(device))
+    q, bounds, each = packed_queries(counts, h, 64, device, dtype_on(device))
+    asked = ask("keys", counts, lengths, h, device)
+    shape = {"dense, one row": (h, 1, 320), "dense, in q's dtype": (3, 1, 60, 333)}.get(kind, (1, h, 70, 301))
+    dense = torch.randn(shape, device=device).to(q.dtype if "dtype" in kind else torch.float32)
+    position = RelativePosition(torch.randn(h, 32, device=device), max_distance=100)
+    slopes = torch.rand(h, device=device) / 8
+    bias: Any = position if kind == "by distance" else DenseBias(dense)
+
+    def added(b: int, m: int, n: int) -> Tensor:
+        total = fitted(dense.double(), b, h, m, n)
+        if kind == "by distance":
+            total = position.to_dense(m, n)[0].double()
+        if kind == "both":
+            total = total + ALiBi(slopes).to_dense(m, n)[0]
+        return total
+
+    asked.added = added
+    for given in (bias, dense if isinstance(bias, DenseBias) else bias):
+        asked.options["bias"] = given
+        if kind == "both":
+            asked.options["bias"] = bias + ALiBi(slopes)
+        call(q, cache, bounds, asked, each, max_seqlen_q=70)
+    plain = Asked({"bias": asked.options["bias"], "causal": True, "softcap": 5.0}, None, added)
+    call(q, cache, bounds, plain, each)
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["keys", "dense", "documents"])
+@pytest.mark.parametrize("where", ["pages", "entries", "packed keys"])
+def test_masks_wherever_keys_lie(where: str, kind: str, device: str) -> None:
+    """Queries of one length in the function of an engine; packed keys that are cut by a length."""
+    n, lengths = 12, [40, 12, 333]
+    cache = make_cache(lengths, 16, 2, 64, None, device, dtype_on(device))
+    q, bounds, each = packed_queries([n] * 3, 4, 64, device, dtype_on(device))
+    asked = ask(kind, [n] * 3, lengths, 4, device)
+    mask = asked.options["mask"]
+    if where == "packed keys":
+        k, v = (torch.cat(side) for side in zip(*cache.rows))
+        bounds_k = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        out, aux = attention_varlen(
+            q, k, v, bounds, bounds_k, seqused_k=cache.lengths, mask=mask, return_aux=LSE
+        )
+        lse = aux.lse
+    else:
+        k, v, places = cache.k, cache.v, {"page_table": cache.table}
+        if where == "entries":
+            k, v = (torch.full((3, 350, 2, 64), torch.nan, device=device, dtype=q.dtype) for _ in range(2))
+            for b, own in enumerate(cache.rows):
+                k[b, : lengths[b]], v[b, : lengths[b]] = own
+            places = {}
+        if kind == "documents":
+            mask = Documents(mask.ids.view(3, n), mask.ids_k)
+        out, lse = serving.flash_attn_with_kvcache(
+            q.view(3, n, 4, 64), k, v, cache_seqlens=cache.lengths, mask=mask, return_softmax_lse=True,
+            **places,
+        )  # fmt: skip
+        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    asked.check(out, lse, each, cache.rows, bounds.tolist())
+
+
+@on_devices
+@pytest.mark.parametrize("factors", FACTORS)
+@pytest.mark.parametrize("kind", ["keys", "everything", "bias"])
+def test_caches_of_8_bits(kind: str, factors: str, device: str) -> None:
+    counts, lengths, h = [1, 5, 40], [333, 5, 130], 8
+    wide = make_cache(lengths, 16, 2, 64, None, device, torch.float32)
+    q, bounds, each = packed_queries(counts, h, 64, device, dtype_on(device))
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        cache, descales = in_bytes(wide, dtype, factors)
+        asked = ask("keys" if kind == "bias" else kind, counts, lengths, h, device)
+        if kind == "bias":
+            dense = torch.randn(3, h, 40, 200, device=device).to(q.dtype)
+            asked.options["bias"] = dense
+            asked.added = lambda b, m, n, dense=dense: fitted(dense.double(), b, h, m, n)
+        asked.options["causal"] = True
+        call(q, cache, bounds, asked, each, max_seqlen_q=40, **descales)
+
+
+@on_devices
+def test_expressions(device: str) -> None:
+    """Unions and what is turned around; both end where their masks do, and one key is one key."""
+    counts, lengths, h = [2, 9], [90, 40], 4
+    cache = make_cache(lengths, 8, 2, 64, None, device, dtype_on(device))
+    q, bounds, each = packed_queries(counts, h, 64, device, dtype_on(device))
+    short, long = torch.rand(2, 30, device=device) < 0.5, torch.rand(1, 95, device=device) < 0.5
+    one, dense = torch.tensor([True], device=device), torch.rand(9, 60, device=device) < 0.5
+
+    def keys(t: Tensor) -> Any:
+        return lambda b, m, n: fitted_keys(t, b, h, m, n)
+
+    def pairs(t: Tensor) -> Any:
+        return lambda b, m, n: fitted(t, b, h, m, n)
+
+    cases: list[tuple[Any, Any]] = [
+        (KeyMask(short) | KeyMask(long), lambda *at: keys(short)(*at) | keys(long)(*at)),
+        (KeyMask(short) & KeyMask(long), lambda *at: keys(short)(*at) & keys(long)(*at)),
+        (~KeyMask(short), keys(~short)),
+        (~Dense(dense) & KeyMask(long), lambda *at: pairs(~dense)(*at) & keys(long)(*at)),
+        (Dense(dense) | Dense(~dense[:5, :20]), lambda *at: pairs(dense)(*at) | pairs(~dense[:5, :20])(*at)),
+        (KeyMask(one), keys(one)),
+        (~KeyMask(~one), keys(one)),
+        (KeyMask(one[:0]), keys(one[:0])),
+        (Dense(one), pairs(one)),
+        (Dense(dense[:, :0]), pairs(dense[:, :0])),
+        (Dense(dense[:1].expand(9, -1)), pairs(dense[:1].expand(9, -1))),
+        (dense, pairs(dense)),
+    ]
+    for mask, shown in cases:
+        call(q, cache, bounds, Asked({"mask": mask}, shown), each)
+
+
+@on_devices
+def test_ids_of_any_number(device: str) -> None:
+    """Negative ids match nothing, also each other, and so do keys behind the last id."""
+    cache = make_cache([90, 40], 8, 2, 64, None, device, dtype_on(device))
+    q, bounds, each = packed_queries([2, 9], 4, 64, device, dtype_on(device))
+    ids = torch.tensor([0, -1, -2, 2**31 - 1, 5, 5, 0, -5, 5, -(2**31), 1], device=device)
+    ids_k = ids.repeat(6)
+    start = bounds.tolist()
+
+    def shown(b: int, m: int, n: int) -> Tensor:
+        return fitted_ids(ids[start[b] : start[b + 1]], ids_k, b, 4, n)
+
+    call(q, cache, bounds, Asked({"mask": Documents(ids, ids_k)}, shown), each)
+
+
+@on_devices
+def test_it_is_the_mask_of_gathered_keys(device: str) -> None:
+    """A call without a cache, dense: the same mask and bias, made to its lengths."""
+    n, length, h = 5, 77, 4
+    cache = make_cache([length, length], 16, 2, 64, None, device, dtype_on(device))
+    q = torch.randn(2, n, h, 64, device=device).to(dtype_on(device))
+    keep, dense = torch.rand(2, length, device=device) < 0.5, torch.rand(h, n, length, device=device) < 0.7
+    k, v = (torch.stack(side) for side in zip(*cache.rows))
+    mask = Causal() & KeyMask(keep) & Dense(dense)
+    want = serving.flash_attn_with_kvcache(q, k, v, mask=mask)
+    got = serving.flash_attn_with_kvcache(
+        q, cache.k, cache.v, cache_seqlens=cache.lengths, page_table=cache.table, mask=mask
+    )
+    close(got, want.double())
+    import flash_ext
+
+    close(got, flash_ext.attention(q, k, v, mask=mask).double())
+
+
+# ---- what is refused ------------------------------------------------------------------------------------
+
+
+def small() -> tuple[Tensor, Tensor, Cache]:
+    cache = make_cache([40, 9], 8)
+    q, bounds, _ = packed_queries([3, 3], 4, 64, "cpu", torch.float32)
+    return q, bounds, cache
+
+
+TRUE = torch.ones(2, 40, dtype=torch.bool)
+NUMBERS = torch.zeros(6, dtype=torch.int32)
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (masks.Chunks(4), NotImplementedError, "Chunks is not available in a mask over a cache"),
+    (masks.PrefixLM(torch.ones(2).int()), NotImplementedError, "Prefix is not available in a mask over"),
+    (masks.SlidingWindow(4, sink_tokens=2), NotImplementedError, "SinkTokens is not available in a mask"),
+    (masks.HiddenKeys(NUMBERS.view(1, 1, 3, 2)), NotImplementedError, "HiddenKeys is not available"),
+    (masks.HiddenRows(NUMBERS.view(1, 1, 3, 2)), NotImplementedError, "HiddenRows is not available"),
+    (masks.BlockMask(TRUE[:1, :1], 16), NotImplementedError, "BlockMask is not available in a mask"),
+    (Causal("top_left"), NotImplementedError, r"Causal\('top_left'\) is not available in a mask over"),
+    (Causal() & masks.TokenTree(NUMBERS.long()), NotImplementedError, r"TokenTree\(words\) stands by itself"),
+    (Documents(NUMBERS), ValueError, "Documents needs ids_k over a cache, the ids of key positions"),
+    (Documents(NUMBERS[:5], NUMBERS), ValueError, r"ids must have shape \(total_q,\) = \(6,\)"),
+    (Documents(NUMBERS, NUMBERS.view(3, 2)), ValueError, r"ids_k must have shape \(batch, any\) over"),
+    (KeyMask(TRUE[:1].expand(3, -1)), ValueError, r"keep must have shape \(batch, any\) .* with batch 2"),
+    (Dense(TRUE[:, None, None].expand(2, 3, 4, 40)), ValueError, r"\(2, 4, any, any\) inside each sequence"),
+    (KeyMask(TRUE) | Dense(TRUE), ValueError, "where a KeyMask repeats its row"),
+    (KeyMask(TRUE) | Causal(), ValueError, "a union with KeyMask has no kernel"),
+    (TRUE.float(), TypeError, "mask must be torch.bool, got torch.float32"),
+    ("causal", TypeError, "mask must be a mask of flash_ext.masks, a bool tensor or None, got str"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mask", "error", "words"), REFUSED, ids=[words[:40] for _, _, words in REFUSED])
+def test_masks_that_are_refused(mask: Any, error: type[Exception], words: str) -> None:
+    q, bounds, cache = small()
+    with pytest.raises(error, match=words):
+        attention_varlen(q, cache.k, cache.v, bounds, None, mask=mask, **cache.places)
+
+
+def test_biases_that_are_refused() -> None:
+    q, bounds, cache = small()
+    parts = (q, cache.k, cache.v, bounds, None)
+    tree = masks.TokenTree(NUMBERS.long())
+    zeros = torch.zeros(4, 3, 40)
+    for given, error, words in (
+        ({"bias": zeros, "mask": tree}, NotImplementedError, "a TokenTree has no bias beside it"),
+        ({"bias": zeros.int()}, TypeError, "bias must be floating point, got torch.int32"),
+        ({"bias": zeros.double()}, TypeError, "bias must be torch.float32 or the dtype of q"),
+        ({"bias": zeros[:3]}, ValueError, r"must broadcast to .* \(2, 4, any, any\)"),
+        ({"bias": RelativePosition(torch.zeros(3, 32))}, ValueError, r"shape \(4 or 1, buckets\)"),
+        ({"bias": zeros.clone().requires_grad_()}, NotImplementedError, "has no gradient"),
+    ):
+        with pytest.raises(error, match=words):
+            attention_varlen(*parts, **given, **cache.places)
+
+
+def test_what_the_operator_refuses() -> None:
+    q, bounds, cache = small()
+    operator = torch.ops.flash_ext.fwd_cached
+    rest = (cache.k, cache.v, bounds, None, cache.lengths, cache.table, 0, 0, 0.125, -1, -1, None, None, 0.0)
+    mask, ids, ids_k, bias = TRUE[:, None, None], NUMBERS, NUMBERS.view(2, 3), torch.zeros(1, 4, 3, 40)
+    tree, none = NUMBERS.long(), None
+    for given, error, words in (
+        ((tree, none, none, mask), NotImplementedError, "a tree stands by itself"),
+        ((tree, none, none, none, ids, ids_k), NotImplementedError, "a tree stands by itself"),
+        ((none, none, none, mask.int()), ValueError, "a condensed mask has rows and two more"),
+        (
+            (none, none, none, mask.expand(-1, 3, -1, -1)),
+            ValueError,
+            r"mask must have shape \(2 or 1, 4 or 1",
+        ),
+        ((none, none, none, none, ids), ValueError, "document_q and document_k must be given together"),
+        ((none, none, none, none, ids[:5], ids_k), ValueError, r"document_q must have shape \(6\)"),
+        ((none, none, none, none, ids, ids), ValueError, r"document_k must have shape \(2, any\)"),
+        ((none, none, none, none, ids, ids_k.t().contiguous().t()), ValueError, "document_k must be contig"),
+        ((none, none, none, none, none, none, bias[:, :3]), ValueError, "bias must have shape"),
+        (
+            (none, none, none, none, none, none, bias[:, :, 0].contiguous()),
+            ValueError,
+            "an odd number of entries",
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            operator(q, *rest, None, True, *given)
+
+
+# ---- the host side --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["keys", "everything", "bias", "by distance"])
+@pytest.mark.parametrize("count", [1, 20, 90])
+def test_all_sizes_have_the_kernel_for_few_rows(count: int, kind: str) -> None:
+    k = torch.empty(1, 64, 2, 64, dtype=torch.bfloat16)
+    table, lengths = torch.zeros(3, 50).int(), torch.full((3,), 3000).int()
+    q, bounds, _ = packed_queries([count] * 3, 8, 64, "cpu", torch.bfloat16)
+    given = {} if kind in ("bias", "by distance") else ask(kind, [count] * 3, [3000] * 3, 8, "cpu").options
+    if kind == "bias":
+        given = {"bias": torch.zeros(8, count, 77)}
+    elif kind == "by distance":
+        given = {"bias": RelativePosition(torch.zeros(8, 32))}
+    with null_kernels():
+        attention_varlen(
+            q, k, k, bounds, None, block_table=table, seqused_k=lengths, max_seqlen_q=count, **given
+        )
+        found = [one["kernel"] for one in _C.last_launch()["launches"]]
+    assert set(found) <= {"fwd_split_cached_mod_sm80_hd64_all", "fwd_merge_cached_sm80_hd64"}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_is_traced_as_one_operator(dynamic: bool, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(torch._dynamo.reset)  # which counts what a process has compiled
+    torch._dynamo.reset()
+    q, bounds, cache = small()
+    run = torch.compile(attention_varlen, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    dense = torch.rand(4, 3, 30) < 0.5
+    for given in (
+        {"mask": KeyMask(TRUE)},
+        {"mask": Causal() & Dense(dense) & KeyMask(TRUE[:, :33])},
+        {"mask": Documents(NUMBERS, NUMBERS.expand(2, -1)), "sinks": torch.randn(4)},
+        {"bias": DenseBias(torch.randn(4, 3, 30)), "mask": dense},
+    ):
+        traced = run(q, cache.k, cache.v, bounds, None, **given, **cache.places)
+        plain = attention_varlen(q, cache.k, cache.v, bounds, None, **given, **cache.places)
+        close(traced, plain.double())
+    args = (q, cache.k, cache.v, bounds, None, cache.lengths, cache.table, 0, 0, 0.125, -1, -1, None, None)
+    later = (None, None, None, TRUE[:, None, None], NUMBERS, NUMBERS.expand(2, -1).contiguous())
+    torch.library.opcheck(torch.ops.flash_ext.fwd_cached.default, (*args, 0.0, None, True, *later))
+
+
+def test_a_mask_is_prepared_once() -> None:
+    """For calls of any number of queries, unless something has an id for each."""
+    cache, mask = make_cache([40, 9], 8), KeyMask(TRUE.clone())
+    for count in (1, 2, 3):
+        q, bounds, each = packed_queries([count] * 2, 4, 64, "cpu", torch.float32)
+        shown = Asked({"mask": mask}, lambda b, m, n: fitted_keys(mask.keep, b, 4, m, n))
+        call(q, cache, bounds, shown, each)
+    assert len(mask._prepared.made) == 1
+    mask.keep[:, 3:7] = False
+    call(q, cache, bounds, shown, each)
+    both = mask & Dense(torch.rand(3, 40) < 0.5)
+    for count in (1, 2):
+        q, bounds, _ = packed_queries([count] * 2, 4, 64, "cpu", torch.float32)
+        attention_varlen(q, cache.k, cache.v, bounds, None, mask=both, **cache.places)
+    assert len(both._prepared.made) == 2

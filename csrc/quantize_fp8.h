@@ -9,16 +9,15 @@
 namespace flash_ext {
 
 inline constexpr float kLeastAmax = 1e-30f;  // what is smaller counts as 0, whose factor is 1
-// Rows of a part of the statistics: parts are that long, or longer ones of which there are kMostStatParts.
-inline constexpr int kStatRows = 256, kMostStatParts = 256;
+inline constexpr int kStatRows = 256;  // rows of a part of the statistics
 
 // The rotation's signs of columns c to c + 7, c a multiple of 8: bits 24 to 31 of c times this.
 inline constexpr uint32_t kSignsOfEight = 0x9e3779b1;
 
 // Factors by which the first `dim` features of each row are turned: rotary position embedding (Su et al. 2021).
 struct RotaryRows {
-  const void* cos =
-      nullptr;  // (rows, dim / 2) of each batch entry, of the rows' type or fp32; null: rows stay as they are
+  // (rows, dim / 2) of each batch entry, of the type of the rows or fp32; null: rows stay as they are
+  const void* cos = nullptr;
   const void* sin = nullptr;
   int64_t cos_batch = 0, cos_row = 0, sin_batch = 0, sin_row = 0;  // strides in elements
   bool is_float = false;
@@ -53,13 +52,7 @@ struct QuantizeFp8 {
 struct ChannelStats {
   static constexpr int kSums = 0, kMinima = 1, kMaxima = 2, kCount = 3;
 };
-inline int64_t rows_of_stat_part(int64_t rows) {
-  constexpr int64_t kMostRows = int64_t{kStatRows} * kMostStatParts;
-  return kStatRows * ((rows + kMostRows - 1) / kMostRows);
-}
-inline int64_t stat_parts(int64_t rows) {
-  return rows == 0 ? 0 : (rows + rows_of_stat_part(rows) - 1) / rows_of_stat_part(rows);
-}
+inline int64_t stat_parts(int64_t rows) { return (rows + kStatRows - 1) / kStatRows; }
 inline int64_t quantize_floats(const Problem& p) {
   const int64_t b = p.is_varlen() ? 1 : p.batch, rows_q = p.is_varlen() ? p.total_q : p.seqlen_q;
   const int64_t rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;

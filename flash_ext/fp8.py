@@ -254,6 +254,8 @@ def quantize_fp8(
             "torch.no_grad()."
         )
     rotary_factors: tuple[Tensor | None, ...] = (None, None, None, None)
+    if rotary is None and rotary_interleaved:
+        raise ValueError("rotary_interleaved says how rotary is meant, which is None.")
     if rotary is not None:
         of_q, of_k = factors_of(rotary, q, k)
         if mixed or wants_gradient:

@@ -89,11 +89,14 @@ FwdResult fwd_cached_autograd(const Tensor& q, const Tensor& k, const Tensor& v,
                               "attention over a cache (seqused_k, block_table) has no gradient. Call it under "
                               "torch.no_grad(), or gather the keys and call attention_varlen without these arguments.");
   for (const Tensor* t : {&q, &k, &v}) refuse_tangent(*t);
+  for (const OptionalTensor* t : {&a.bias, &a.slopes, &a.sinks}) {
+    if (t->has_value()) refuse_tangent(**t);
+  }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
 }
 
-// q takes the dtype of the cache, which is not copied; beside one of 8 bits that of autocast.
+// q takes the dtype of the cache, which is not copied; beside one of 8 bits that of autocast. A bias in another becomes float32.
 template <c10::DeviceType kDevice>
 FwdResult fwd_cached_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
@@ -101,7 +104,9 @@ FwdResult fwd_cached_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
   const bool is_half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
   if (is_quantized(k) && is_half) return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
   const auto dtype = is_quantized(k) ? at::autocast::get_autocast_dtype(kDevice) : k.scalar_type();
-  return FwdCachedOperator::call("flash_ext::fwd_cached", at::autocast::cached_cast(dtype, q, kDevice), k, v, a);
+  CallArgs own = a;
+  if (a.bias.has_value() && a.bias->scalar_type() != dtype) own.bias = a.bias->to(at::kFloat);
+  return FwdCachedOperator::call("flash_ext::fwd_cached", at::autocast::cached_cast(dtype, q, kDevice), k, v, own);
 }
 
 }  // namespace

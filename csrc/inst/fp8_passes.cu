@@ -45,7 +45,7 @@ StatsPass stats_pass(const QuantizeFp8& x) {
     TensorPass& t = s.of[i];
     t.x = view, t.columns = columns, t.rows = rows, t.partials = partials;
     t.heads = wanted ? heads : 0;
-    s.parts[i] = static_cast<int>(stat_parts(rows)), s.rows_of_part[i] = rows_of_stat_part(rows);
+    s.parts[i] = static_cast<int>(stat_parts(rows));
     s.bounds[i] = bounds, s.used[i] = used;
     partials += shape.batch * t.heads * s.parts[i] * ChannelStats::kCount * columns;
   };

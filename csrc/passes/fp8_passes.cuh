@@ -121,7 +121,7 @@ __device__ __forceinline__ void rotate(float (&x)[8], int column, int columns) {
 }
 
 // The sums over the lanes of a row of eight numbers each. Lanes take halves of them in turn, 8 shuffles instead of 32: the
-// first lanes of the row have one of them each in the end, the one of own_sum().
+// lanes of the row have one of them each in the end, kLanes / 8 lanes in turn the same.
 template <int kLanes>
 __device__ __forceinline__ float sum_of_rows(const float (&x)[8]) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -144,11 +144,6 @@ __device__ __forceinline__ float sum_of_rows(const float (&x)[8]) {
   }
   return y[0];
 }
-template <int kLanes>
-__device__ __forceinline__ int own_sum() {
-  return static_cast<int>(threadIdx.x) % kLanes / (kLanes / 8);
-}
-
 // kPlain: rows are neither turned nor rotated.
 template <bool kPlain, bool kQueries, typename E, int kLanes>
 __device__ __forceinline__ void quantize_rows(const NumbersPass& n, int64_t index) {
@@ -227,7 +222,7 @@ __device__ __forceinline__ void quantize_rows(const NumbersPass& n, int64_t inde
   }
   if (!n.by_block) factor = r.factor[bh];
   const float inverse = 1.f / factor;
-  const bool makes_dots = kQueries && r.row_offset != nullptr;
+  const bool makes_dots = r.row_offset != nullptr;
   const int64_t pitch = t.heads * t.columns;
   uint8_t* to = r.to + (tile.b * t.rows + tile.start + in_turn) * pitch + h * t.columns + column;
   float dots[kTurns];
@@ -247,14 +242,17 @@ __device__ __forceinline__ void quantize_rows(const NumbersPass& n, int64_t inde
     }
     if (i * kAtOnce >= used) words[0] = words[1] = 0;
     if (i * kAtOnce < stored) *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
-    dots[i] = 0.f;
-    if (!makes_dots) continue;
+    if constexpr (kQueries) {
+      dots[i] = 0.f;
+      if (!makes_dots) continue;
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      const float2 pair = pair_from_e4m3(words[j / 4] >> (8 * (j % 4)) & 0xffff);
-      dots[i] = fmaf(pair.x, offset[j], fmaf(pair.y, offset[j + 1], dots[i]));
+      for (int j = 0; j < 8; j += 2) {
+        const float2 pair = pair_from_e4m3(words[j / 4] >> (8 * (j % 4)) & 0xffff);
+        dots[i] = fmaf(pair.x, offset[j], fmaf(pair.y, offset[j + 1], dots[i]));
+      }
     }
   }
+  if constexpr (!kQueries) return;
   if (!makes_dots) return;
   constexpr int kLanesOfSum = kLanes / kTurns;  // that have the same sum
   const float dot = sum_of_rows<kLanes>(dots);

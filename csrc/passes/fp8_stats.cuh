@@ -32,7 +32,6 @@ struct StatsPass {
   const int32_t* used[3];  // the first rows of each sequence, which count; null: all
   RotaryRows rotary[3];  // q, k; none of v
   int batch, parts[3];
-  int64_t rows_of_part[3];
 };
 
 // How many of its rows a sequence has.
@@ -121,15 +120,6 @@ struct Extrema {
       lowest[i] = __hmin2(lowest[i], x), highest[i] = __hmax2(highest[i], x);
     }
   }
-  __device__ __forceinline__ void join_lanes(int step) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t low = __shfl_xor_sync(ptx::kFullWarp, reinterpret_cast<const uint32_t&>(lowest[i]), step),
-                     high = __shfl_xor_sync(ptx::kFullWarp, reinterpret_cast<const uint32_t&>(highest[i]), step);
-      lowest[i] = __hmin2(lowest[i], reinterpret_cast<const Pair&>(low));
-      highest[i] = __hmax2(highest[i], reinterpret_cast<const Pair&>(high));
-    }
-  }
   __device__ __forceinline__ static void unpack(float (&x)[8], const Pair (&of)[4]) {
     unpack_eight<E>(x, reinterpret_cast<const uint4&>(of));
   }
@@ -192,7 +182,7 @@ struct OwnStats {
   }
 };
 
-// A CTA takes a part of the rows of a head.
+// A CTA takes kStatRows rows of a head.
 template <typename E>
 __global__ void __launch_bounds__(kQuantizeThreads, kQuantizeCtas)
     fp8_stats_kernel(const __grid_constant__ StatsPass s) {
@@ -202,8 +192,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, kQuantizeCtas)
   const int part = static_cast<int>(index % s.parts[which]);
   const int64_t bh = index / s.parts[which];
   const int b = static_cast<int>(bh / t.heads), h = static_cast<int>(bh % t.heads);
-  const int64_t rows_of_part = s.rows_of_part[which];
-  int64_t begin = part * rows_of_part, end = min(begin + rows_of_part, t.rows);
+  int64_t begin = static_cast<int64_t>(part) * kStatRows, end = min(begin + kStatRows, t.rows);
   const int32_t *bounds = s.bounds[which], *used = s.used[which];
   if (bounds != nullptr) {
     begin = max(begin, static_cast<int64_t>(bounds[0]));

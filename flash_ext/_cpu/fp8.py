@@ -214,6 +214,14 @@ def _quantize_rows(
     return numbers.contiguous(), factor.contiguous()
 
 
+def _turned(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Tensor:
+    if cos is None and sin is None:
+        return x
+    if cos is None or sin is None or cos.shape != sin.shape or cos.shape[-2] != x.shape[-3]:
+        raise ValueError("cos and sin must be given together, a row for each row that they turn.")
+    return turned(x.float(), cos.float().unsqueeze(-2), sin.float().unsqueeze(-2), interleaved)
+
+
 def quantize(
     q: Tensor,
     k: Tensor,
@@ -236,10 +244,7 @@ def quantize(
 
     Keys from ``seqused_k`` on count nowhere, and become zeros.
     """
-    if cos_q is not None and sin_q is not None:
-        q = turned(q.float(), cos_q.float().unsqueeze(-2), sin_q.float().unsqueeze(-2), interleaved)
-    if cos_k is not None and sin_k is not None:
-        k = turned(k.float(), cos_k.float().unsqueeze(-2), sin_k.float().unsqueeze(-2), interleaved)
+    q, k = _turned(q, cos_q, sin_q, interleaved), _turned(k, cos_k, sin_k, interleaved)
     used = used_rows(k.shape[-3], cu_seqlens_k, seqused_k)
     known_used = _known_used(used, cu_seqlens_k)
     k, v = without_unused(k, used), without_unused(v, used)

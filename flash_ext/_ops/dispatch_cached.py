@@ -84,12 +84,15 @@ def run_cached(
     elif mask is not None:
         if not _is_compiling():
             explain_options(max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
-        masks, window = _masks_of(mask, q, cu_seqlens_q, causal, window)
+        masks, window = _masks_of(mask, q, cu_seqlens_q, cu_seqlens_k, causal, window)
         causal = False
     asks_more = any(t is not None for t in (slopes, words, *masks, total)) or softcap != 0
     has_sinks_alone = sinks is not None and not asks_more and not is_bytes
     if has_sinks_alone and _wants_late_sinks(q, k, max_seqlen_q, cu_seqlens_q):
-        out, lse = run_cached(q, k, v, *places, max_seqlen_q, max_seqlen_k, scale, causal, window, backend)
+        out, lse = run_cached(
+            q, k, v, *places, max_seqlen_q, max_seqlen_k, scale, causal, window, backend,
+            k_descale=k_descale, v_descale=v_descale,
+        )  # fmt: skip
         return out, add_sinks(out, lse, sinks, cu_seqlens_q, want_lse)
     slopes, sinks = _as_operators_take(q, slopes), _as_operators_take(q, sinks)
     if _is_compiling():
@@ -145,7 +148,12 @@ _NO_MASKS: Masks = (None, None, None)
 
 
 def _masks_of(
-    given: Any, q: Tensor, cu_seqlens_q: Tensor | None, causal: Any, window: Any
+    given: Any,
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    causal: Any,
+    window: Any,
 ) -> tuple[Masks, tuple[int, int]]:
     """The operator's mask, document_q and document_k, and the window with the bands of the mask.
 
@@ -156,11 +164,24 @@ def _masks_of(
     mask = mask_value(given)
     assert mask is not None
     sizes = _sizes(q, cu_seqlens_q)
+    if cu_seqlens_k is not None and sizes.batch > 1:
+        _refuse_rows_of_all(mask)
     if not _asks_for_rows(mask):  # then what is prepared serves calls of any number of queries
         sizes = sizes._replace(q_len=0)
     shown = prepared(mask, q, sizes, bool(causal), (window[0], window[1]))
     mods = shown.mods
     return (mods.mask, mods.document_q, mods.document_k), shown.window
+
+
+def _refuse_rows_of_all(mask: Mask) -> None:
+    """Without seqused_k one dimension of keys is that of all packed rows; here each would take it."""
+    for leaf in leaves(mask):
+        of_keys = leaf.keep if isinstance(leaf, KeyMask) else getattr(leaf, "ids_k", None)
+        if of_keys is not None and of_keys.dim() == 1:
+            raise ValueError(
+                f"{leaf!r} must have a row of keys for each sequence beside seqused_k, (batch, keys): packed "
+                "rows of all sequences, (total_k,), are for calls without it."
+            )
 
 
 def _asks_for_rows(mask: Mask) -> bool:
@@ -246,7 +267,7 @@ def check_of_heads(q: Tensor, **given: Tensor | None) -> None:
 def _as_operators_take(q: Tensor, t: Tensor | None) -> Tensor | None:
     if t is None:
         return None
-    return t.detach().to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
+    return t.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
 
 
 # Rows of a key head up to which the kernels over a cache know modifiers at full speed (csrc/plan/fwd.cpp).

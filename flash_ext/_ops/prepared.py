@@ -45,7 +45,7 @@ class Kept:
         tensors: those of the mask.
         made: what it made, by sizes, causal, window and place (device and stream, None without tensors). A
             leaf also has what the first expression with no other tensors made, without causal and window.
-        in_graphs: those of ``made`` that a CUDA graph reads, for as long as the mask lives.
+        in_graphs: those of ``made`` that a CUDA graph reads or writes, for as long as the mask lives.
     """
 
     __slots__ = ("in_graphs", "made", "tensors")
@@ -85,7 +85,14 @@ class Kept:
                     for old, new in zip(held, _tensors(fresh.mods), strict=True):
                         old.copy_(new)
                 written |= {*map(id, held)}
+                if capturing:
+                    self.keep(found)
             self.made[key] = found._replace(sources=versions)
+
+    def keep(self, found: Prepared) -> None:
+        """For a graph that is being captured, also when ``made`` has no more room for it."""
+        if not any(found.mods is one.mods for one in self.in_graphs):
+            self.in_graphs.append(found)
 
     def like(self, key: tuple[Any, ...], versions: list[int]) -> Modifiers | None:
         """What was made for the same sizes at the same place."""
@@ -170,11 +177,12 @@ def _for_graph(mask: Mask, kept: Kept, key: tuple[Any, ...], versions: list[int]
     """What was made before the capture, on whichever stream: the capture waits for all of them."""
     for (*found_key, _), found in reversed(list(kept.made.items())):
         if (*found_key,) == key and found.sources == versions:
-            if not any(found is one for one in kept.in_graphs):
-                kept.in_graphs.append(found)
+            kept.keep(found)
             return found
     sizes = key[0]
-    lengths = "a cache" if sizes.cached else f"{sizes.q_len} rows and {sizes.k_len} keys"
+    lengths = f"{sizes.q_len} rows and {sizes.k_len} keys"
+    if sizes.cached:
+        lengths = f"{sizes.q_len} rows and a cache" if sizes.q_len else "a cache"
     raise ValueError(
         f"mask is not prepared for {lengths}, batch {sizes.batch} and "
         f"{sizes.num_heads} heads, and a CUDA graph is being captured: make one call with this mask, these "

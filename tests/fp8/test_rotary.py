@@ -33,9 +33,12 @@ def turned(x: Tensor, pair: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
 
 
 def assert_same_numbers(got: Tensor, want: Tensor) -> None:
-    """What is rounded differs where a number lies between two of e4m3, by one step of 2^-4 at most."""
-    assert error_of(got, want) < 0.04
-    assert ((got - want).abs() <= want.abs() / 8 + want.abs().max() / 448).all()
+    """Which may lie on either side of a number between two of e4m3: few do, and steps are 1/14 at most."""
+    got, want = got.cpu(), want.cpu()
+    largest = (want - want.mean(-3, keepdim=True)).abs().max()
+    apart = (got - want).abs()
+    assert apart.max() <= largest / 12
+    assert (apart > largest / 100).double().mean() < 0.02
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -65,9 +68,20 @@ def test_numbers_stand_for_turned_q_and_k(
     plain = quantize_fp8(*(t.to(q.dtype) for t in wanted), v, **options)
     for got, want in zip(x.dequantize(torch.float64)[:2], plain.dequantize(torch.float64)[:2], strict=True):
         assert_same_numbers(got, want)
-    out = attention_fp8(x, causal=True) if device == "cpu" or d <= 256 else None
+    out = attention_fp8(x, causal=True)
     want = flash_ext.attention(*(t.to(q.dtype) for t in wanted), v, causal=True)
-    assert out is not None and error_of(out, want) < 0.1
+    assert error_of(out.cpu(), want.cpu()) < 0.1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_values_may_have_more_columns(device: str) -> None:
+    """The lanes of a row are then more than q and k fill."""
+    q, k, v = make(ROWS, ROWS, dim=64, dim_v=256, device=device)
+    pair = factors(ROWS, 32, device=device)
+    x = quantize_fp8(q, k, v, rotary=pair)
+    want = quantize_fp8(*(turned(t, pair, False).to(q.dtype) for t in (q, k)), v)
+    for a, b in zip(x.dequantize(torch.float64), want.dequantize(torch.float64), strict=True):
+        assert_same_numbers(a, b)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -112,7 +126,7 @@ def test_gradients_go_through_the_rotation(device: str, mode: str) -> None:
     want_out = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
     want = torch.autograd.grad(want_out.transpose(1, 2), leaves, dout.double())
     for a, b in zip(got, want, strict=True):
-        assert error_of(a, b) < 0.02
+        assert error_of(a.cpu(), b.cpu()) < 0.02
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -145,5 +159,12 @@ def test_factors_that_do_not_fit_are_refused() -> None:
     refuses(TypeError, "must be torch.float32", (cos.double(), sin.double()), same)
     refuses(TypeError, "cos as sin", (cos, sin.to(q.dtype)), same)
     refuses(ValueError, "requires a gradient", (cos.clone().requires_grad_(), sin), same)
+    with pytest.raises(ValueError, match="rotary_interleaved says"):
+        quantize_fp8(q, k, k, rotary_interleaved=True)
+    for given in ((cos, None, cos, sin), (cos[:1], sin[:1], cos, sin)):
+        with pytest.raises(ValueError, match="cos and sin"):
+            torch.ops.flash_ext.quantize_fp8(
+                q, same, same, None, None, None, True, True, True, False, False, *given, False
+            )
     halves = factors(40, 16, device="cpu")
     refuses(ValueError, "as many features", ((cos, sin), halves), same)

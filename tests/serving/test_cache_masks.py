@@ -471,7 +471,69 @@ def test_all_sizes_have_the_kernel_for_few_rows(count: int, kind: str) -> None:
             q, k, k, bounds, None, block_table=table, seqused_k=lengths, max_seqlen_q=count, **given
         )
         found = [one["kernel"] for one in _C.last_launch()["launches"]]
+    assert "fwd_split_cached_mod_sm80_hd64_all" in found
     assert set(found) <= {"fwd_split_cached_mod_sm80_hd64_all", "fwd_merge_cached_sm80_hd64"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_caches_of_8_bits_have_a_kernel_for_masks_as_well(dtype: torch.dtype) -> None:
+    k = torch.zeros(1, 64, 2, 64, dtype=dtype)
+    table, lengths = torch.zeros(3, 50).int(), torch.full((3,), 3000).int()
+    q, bounds, _ = packed_queries([4] * 3, 8, 64, "cpu", torch.bfloat16)
+    name = {torch.int8: "int8"}.get(dtype, "e4m3")
+    with null_kernels():
+        for mask, suffix in ((None, ""), (KeyMask(torch.ones(3, 3000, dtype=torch.bool)), "_all")):
+            attention_varlen(
+                q, k, k, bounds, None, block_table=table, seqused_k=lengths, max_seqlen_q=4, mask=mask
+            )
+            found = [one["kernel"] for one in _C.last_launch()["launches"]]
+            assert f"fwd_split_quantized_sm80_hd64_{name}{suffix}" in found
+
+
+def test_keys_of_all_packed_rows_are_refused_beside_lengths() -> None:
+    """Without seqused_k (total_k,) are the rows of all sequences, and not the first of each."""
+    q, k = torch.randn(4, 2, 16), torch.randn(30, 2, 16)
+    bounds_q, bounds_k = torch.tensor([0, 2, 4]).int(), torch.tensor([0, 10, 30]).int()
+    used, keep = torch.tensor([5, 20]).int(), torch.rand(30) < 0.5
+    for mask in (KeyMask(keep), Causal() & KeyMask(keep), Documents(torch.zeros(4).int(), keep.int())):
+        with pytest.raises(ValueError, match="a row of keys for each sequence beside seqused_k"):
+            attention_varlen(q, k, k, bounds_q, bounds_k, seqused_k=used, mask=mask)
+    attention_varlen(q, k, k, bounds_q, bounds_k, seqused_k=used, mask=KeyMask(keep.expand(2, -1)))
+
+
+def test_a_bias_goes_along_with_autocast() -> None:
+    """Where q becomes the dtype of the cache, a bias in the dtype that q had becomes float32."""
+    q, bounds, cache = small()
+    bias = torch.randn(4, 3, 30, dtype=torch.bfloat16)
+    want = attention_varlen(q, cache.k, cache.v, bounds, None, bias=bias.float(), **cache.places)
+    with torch.autocast("cpu", torch.bfloat16):
+        own = q.bfloat16()
+        got = attention_varlen(own, cache.k, cache.v, bounds, None, bias=bias, **cache.places)
+    assert got.dtype == cache.k.dtype
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["bias", "sinks"])
+def test_tangents_are_refused(name: str) -> None:
+    q, bounds, cache = small()
+    shape = (4, 3, 30) if name == "bias" else (4,)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.zeros(shape), torch.ones(shape))
+        with pytest.raises(NotImplementedError, match="forward-mode|tangent"):
+            attention_varlen(q, cache.k, cache.v, bounds, None, **{name: dual}, **cache.places)
+
+
+def test_factors_of_16_bits_are_refused_beside_sinks_of_prompts() -> None:
+    """Sinks join the results of a call for prompts, which is another call."""
+    count = 90
+    k = torch.randn(4, 64, 2, 64, dtype=torch.bfloat16)
+    table, lengths = torch.arange(4).int()[None], torch.tensor([200]).int()
+    q = torch.randn(count, 8, 64, dtype=torch.bfloat16)
+    with pytest.raises((TypeError, ValueError), match="k_descale"):
+        attention_varlen(
+            q, k, k, torch.tensor([0, count]).int(), None, block_table=table, seqused_k=lengths,
+            sinks=torch.zeros(8), k_descale=torch.full((2,), 3.0),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

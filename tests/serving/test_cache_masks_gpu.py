@@ -92,6 +92,35 @@ def test_a_graph_follows_masks_and_lengths(in_graph: str) -> None:
         asked.check(out, lse, each, rows, start)
 
 
+def test_a_graph_keeps_all_that_it_refreshes() -> None:
+    """Calls of more sizes than a mask keeps do not free what a replay writes."""
+    cache = make_cache([40], 16, 2, 64, None, **LIKE)
+    keep, dense = (torch.rand(shape, device="cuda") < 0.5 for shape in ((1, 40), (16, 40)))
+    mask = KeyMask(keep) & Dense(dense)
+
+    def run(count: int) -> Tensor:
+        q = torch.ones(count, 2, 64, **LIKE)
+        bounds = torch.tensor([0, count], dtype=torch.int32).cuda()
+        return attention_varlen(q, cache.k, cache.v, bounds, None, mask=mask, max_seqlen_q=16, **cache.places)
+
+    for count in range(1, 9):
+        run(count)
+    q = torch.ones(8, 2, 64, **LIKE)
+    bounds = torch.tensor([0, 8], dtype=torch.int32, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mask.refresh()
+        attention_varlen(q, cache.k, cache.v, bounds, None, mask=mask, max_seqlen_q=16, **cache.places)
+    for count in range(9, 17):
+        run(count)
+    torch.cuda.synchronize()
+    sizes = sorted({t.numel() for t in (torch.empty(n, dtype=torch.int32) for n in range(1, 2049, 8))})
+    fresh = [torch.full((n,), 7, dtype=torch.int32, device="cuda") for n in sizes for _ in range(4)]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all((t == 7).all() for t in fresh)
+
+
 def test_a_mask_must_be_prepared_before_a_capture() -> None:
     cache = make_cache([300, 90], 16, 2, 64, None, **LIKE)
     q, bounds, _ = packed_queries([1, 1], 8, 64, **LIKE)

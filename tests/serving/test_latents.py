@@ -270,7 +270,7 @@ def test_what_a_gpu_refuses() -> None:
     flat = q.flatten(0, 1)
     with pytest.raises(NotImplementedError, match="the same memory"):
         attention_varlen(flat, cache.k, cache.v.contiguous(), **call, **cache.places)
-    with pytest.raises(NotImplementedError, match="no softcap, ALiBi"):
+    with pytest.raises(NotImplementedError, match="no softcap, no biases"):
         attention_varlen(flat, cache.k, cache.v, **call, **cache.places, softcap=20.0)
     with pytest.raises(NotImplementedError, match="head_dim of v must be at most 256"):
         attention_varlen(flat[..., :256], cache.k[..., :256], cache.k[..., :300], **call, **cache.places)

@@ -384,6 +384,7 @@ class Fp8Case(NamedTuple):
     causal: bool = False
     packed: bool = False
     dtype: torch.dtype = torch.bfloat16
+    turned: int = 0  # features of q and k that rotary factors turn
 
 
 def fp8_cases() -> list[Fp8Case]:
@@ -392,6 +393,7 @@ def fp8_cases() -> list[Fp8Case]:
         Fp8Case("fp8", 64, 64, causal=True, dtype=torch.float16),
         Fp8Case("fp8", 96, 80, packed=True),
         Fp8Case("fp8", 128, 128),
+        Fp8Case("fp8", 128, 128, packed=True, turned=48),
         Fp8Case("fp8", 192, 128, causal=True),
         Fp8Case("fp8", 256, 256, packed=True, dtype=torch.float16),
         Fp8Case("mixed", 64, 48, packed=True),
@@ -410,7 +412,11 @@ def run_fp8(case: Fp8Case, target: Target, from_host: bool = False) -> None:
     if case.packed:
         bounds = {"cu_seqlens_q": torch.tensor([0, 3, 131]), "cu_seqlens_k": torch.tensor([0, 65, 190])}
     bounds = {name: exact(t.int().to(made_on), target.device) for name, t in bounds.items()}
-    x = quantize_fp8(q, k, v, mode=case.mode, **bounds)
+    rotary = None
+    if case.turned:
+        of_q, of_k = (torch.rand(2, t.shape[-3], case.turned // 2, device=made_on) for t in (q, k))
+        rotary = tuple(tuple(exact(t, target.device) for t in of) for of in (of_q, of_k))
+    x = quantize_fp8(q, k, v, mode=case.mode, rotary=rotary, **bounds)
     if not from_host:
         held = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
         x = dataclasses.replace(x, **{n: exact(t) for n, t in held.items() if isinstance(t, Tensor)})

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import flash_ext
 from bench import timing
-from flash_ext import serving
+from flash_ext import masks, serving
 
 PAGES = (1, 16, 64, 256)
 LATENT, LATENT_VALUE, LATENT_PAGE = 576, 512, 64
@@ -122,8 +122,31 @@ def in_bytes(x: Tensor, kind: torch.dtype, of_slots: bool) -> tuple[Tensor, Tens
     return (numbers.round() if kind == torch.int8 else numbers).to(kind), factor
 
 
-def calls(row: Row, device: str, parts: Sequence[int] = ()) -> dict[str, Callable[[], object]]:
-    """What a row times, by name; pages of 64 also with the keys of each sequence in so many ``parts``."""
+def modifiers(row: Row, device: str) -> dict[str, dict[str, object]]:
+    """Masks and biases over a cache, and sinks, by name: what a call is given."""
+    batch, most = len(row.lengths), max(row.lengths)
+    shown = torch.rand(batch, 1, row.queries, most, device=device) < 0.9
+    keep = torch.rand(batch, most, device=device) < 0.9
+    ids = torch.ones(batch * row.queries, dtype=torch.int32, device=device)
+    ids_k = (torch.arange(most, device=device) >= most // 2).int().expand(batch, -1)
+    scores = torch.randn(batch, row.heads, row.queries, most, device=device, dtype=torch.bfloat16)
+    return {
+        "sinks": {"sinks": torch.zeros(row.heads, device=device)},
+        "ALiBi": {"bias": masks.ALiBi(torch.rand(row.heads, device=device))},
+        "KeyMask": {"mask": masks.KeyMask(keep)},
+        "Dense": {"mask": masks.Dense(shown)},
+        "Documents": {"mask": masks.Documents(ids, ids_k)},
+        "DenseBias": {"bias": masks.DenseBias(scores)},
+    }
+
+
+def calls(
+    row: Row, device: str, parts: Sequence[int] = (), modified: bool = False
+) -> dict[str, Callable[[], object]]:
+    """What a row times, by name; pages of 64 also with the keys of each sequence in so many ``parts``.
+
+    ``modified``: pages of 64 alone, in 16 and 8 bits, as they are and with :func:`modifiers`.
+    """
     like = {"device": device, "dtype": torch.bfloat16}
     batch, causal = len(row.lengths), row.queries > 1
     q = torch.randn(batch, row.queries, row.heads, row.head_dim, **like)
@@ -131,6 +154,20 @@ def calls(row: Row, device: str, parts: Sequence[int] = ()) -> dict[str, Callabl
     lengths = torch.tensor(row.lengths, dtype=torch.int32, device=device)
     width = -(-max(row.lengths) // 256) * 256
     found: dict[str, Callable[[], object]] = {}
+    bounds = torch.arange(batch + 1, device=device, dtype=torch.int32) * row.queries
+    if modified:
+        *pool, table = paged(kv, 64, width)
+        of_heads = [in_bytes(x, torch.float8_e4m3fn, False) for x in pool]
+        factors = {"k_descale": of_heads[0][1], "v_descale": of_heads[1][1]}
+        kinds = {"": (pool, {}), "e4m3 ": ([numbers for numbers, _ in of_heads], factors)}
+        asked: dict[str, dict[str, object]] = {"plain": {}, **modifiers(row, device)}
+        for kind, (cache, given) in kinds.items():
+            for name, options in asked.items():
+                found[kind + name] = functools.partial(
+                    flash_ext.attention_varlen, q.flatten(0, 1), *cache, bounds, None, seqused_k=lengths,
+                    block_table=table, max_seqlen_q=row.queries, causal=causal, **given, **options,
+                )  # fmt: skip
+        return found
     if len(set(row.lengths)) == 1:
         k, v = torch.stack(kv, 1)
         found["dense"] = lambda: flash_ext.attention(q, k, v, causal=causal)
@@ -147,7 +184,6 @@ def calls(row: Row, device: str, parts: Sequence[int] = ()) -> dict[str, Callabl
         found[f"page {page}"] = over(paged(kv, page, width))
     found["engine"] = over(paged(kv, 16, width, together=True))
     *pool, table = paged(kv, 64, width)
-    bounds = torch.arange(batch + 1, device=device, dtype=torch.int32) * row.queries
     for name, kind, of_slots in (("e4m3", torch.float8_e4m3fn, False), ("int8", torch.int8, True)):
         numbers, factors = zip(*(in_bytes(x, kind, of_slots) for x in pool))
         found[name] = functools.partial(
@@ -208,7 +244,10 @@ def time_row(
 ) -> tuple[list[dict], bool]:
     """Prints and returns the lines of a row, and whether its outputs agree. A wrong one has no lines."""
     apart = None
-    found = latent_calls(row, given.device, peer) if row.head_dim_v else calls(row, given.device, given.parts)
+    if row.head_dim_v:
+        found = latent_calls(row, given.device, peer)
+    else:
+        found = calls(row, given.device, given.parts, given.modified)
     samples, failures = timing.measure(found, timer, given.rounds, given.budget)
     for name, error in failures.items():
         print(f"{row.name:26} {name:9} {error}")
@@ -225,7 +264,7 @@ def time_row(
         tb_s, tflop_s = row.bytes / us / 1e6, row.operations / us / 1e6
         line = {"row": row.name, "name": name, "us": us, "tb_s": tb_s, "tflop_s": tflop_s, "host_us": host}
         lines.append(line if apart is None else {**line, "difference": apart})
-        text = f"{row.name:26} {name:9} {us:9.1f} us {tb_s:6.2f} TB/s {tflop_s:6.1f} TFLOP/s"
+        text = f"{row.name:26} {name:14} {us:9.1f} us {tb_s:6.2f} TB/s {tflop_s:6.1f} TFLOP/s"
         print(text + (f"  host {host:.1f} us" if host else ""), flush=True)
     return lines, True
 
@@ -239,6 +278,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=0.3, help="seconds of launches a row")
     parser.add_argument("--parts", type=int, nargs="*", default=[], help="of the keys of each sequence")
+    parser.add_argument("--modified", action="store_true", help="pages of 64 with masks, biases and sinks")
     parser.add_argument("--flashmla-lib", default="", help="library of FlashMLA, for rows of latents")
     parser.add_argument("--json", help="file to write")
     return parser

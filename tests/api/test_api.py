@@ -57,8 +57,9 @@ OPERATOR_SCHEMAS = {
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)",
     "quantize_fp8": "flash_ext::quantize_fp8(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? seqused_k, bool by_block, bool smooth_k, bool smooth_v, bool hadamard, "
-    "bool mixed) -> (Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale, "
-    "Tensor v_offset, Tensor k_offset, Tensor row_offset)",
+    "bool mixed, Tensor? cos_q=None, Tensor? sin_q=None, Tensor? cos_k=None, Tensor? sin_k=None, "
+    "bool interleaved=False) -> (Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, "
+    "Tensor v_descale, Tensor v_offset, Tensor k_offset, Tensor row_offset)",
     "fwd_fp8": "flash_ext::fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, "
     "Tensor v_descale, Tensor? v_offset, Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? seqused_k, Tensor? sinks, float scale, int window_size_left, int window_size_right, "
@@ -92,7 +93,7 @@ PUBLIC_PARAMETERS = {
     "shared_prefix_len, block_table, seqused_k, max_seqlen_q=None, max_seqlen_k=None, causal=True, "
     "scale=None, sinks=None, mask=None, k_descale=None, v_descale=None",
     "fp8.quantize_fp8": "q, k, v, *, granularity='block', smooth_k=True, smooth_v=True, hadamard=False, "
-    "mode='fp8', cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None",
+    "rotary=None, rotary_interleaved=False, mode='fp8', cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None",
     "fp8.attention_fp8": "x, *, causal=False, window_size=(-1, -1), scale=None, sinks=None, "
     "return_aux=None, backend=None, **unknown",
     "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, "

@@ -69,6 +69,20 @@ def test_bytes_and_operations():
     assert all(row.queries <= min(row.lengths) for row in paged.ROWS)
 
 
+def test_calls_with_masks_and_biases():
+    """Each does something else than the call as it is, but sinks of 0 in a small part."""
+    row = paged.Row("small", (40, 23), 3, heads=4, heads_k=2, head_dim=32)
+    found = paged.calls(row, "cpu", modified=True)
+    names = ["plain", "sinks", "ALiBi", "KeyMask", "Dense", "Documents", "DenseBias"]
+    assert list(found) == names + [f"e4m3 {name}" for name in names]
+    results = {name: call() for name, call in found.items()}
+    for name, out in results.items():
+        kind = "e4m3 " if name.startswith("e4m3") else ""
+        assert out.isfinite().all()
+        assert torch.equal(out, results[kind + "plain"]) == name.endswith("plain")
+    assert (results["e4m3 KeyMask"] - results["KeyMask"]).norm() < 0.1 * results["KeyMask"].norm()
+
+
 def test_options():
     given = paged.make_parser().parse_args([])
     assert given.flashmla_lib == ""

@@ -144,6 +144,7 @@ __device__ __forceinline__ float sum_of_rows(const float (&x)[8]) {
   }
   return y[0];
 }
+
 // kPlain: rows are neither turned nor rotated.
 template <bool kPlain, bool kQueries, typename E, int kLanes>
 __device__ __forceinline__ void quantize_rows(const NumbersPass& n, int64_t index) {

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flash_ext import AuxRequest, attention_varlen, serving
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec, default_scale
+from flash_ext.masks import Mask
 from tests.reference import attention_reference
 
+PLACES = ("pages", "entries", "packed keys")
 LAYOUTS = ("apart", "together", "heads first")
 JUNK = (-1, 2**31 - 1, -(2**31), 10**6)
 
@@ -70,6 +73,36 @@ def make_cache(
     rows = [(pool[0][place], pool[1][place]) for place in used]
     lengths_there = torch.tensor(lengths, dtype=torch.int32, device=device)
     return Cache(*pool, table.to(device), lengths_there, rows)
+
+
+def attend(
+    where: str, cache: Cache, q: Tensor, bounds: Tensor, mask: Mask, of_dense: Mask | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (total_q, h, d) and lse (h, total_q) of queries of one length over the keys in one of PLACES.
+
+    Pages and entries go through the function of an engine, with dense queries, whose mask is ``of_dense``
+    where that differs; packed keys are cut by a length.
+    """
+    k, v, places = cache.k, cache.v, {"page_table": cache.table}
+    lengths = [len(own) for own, _ in cache.rows]
+    if where == "packed keys":
+        k, v = (torch.cat(side) for side in zip(*cache.rows))
+        bounds_k = torch.tensor([0, *lengths], device=q.device).cumsum(0).int()
+        out, aux = attention_varlen(
+            q, k, v, bounds, bounds_k, seqused_k=cache.lengths, mask=mask, return_aux=AuxRequest(lse=True)
+        )
+        return out, aux.lse
+    if where == "entries":
+        shape = (len(lengths), max(lengths) + 17, *k.shape[2:])
+        k, v = (torch.full(shape, torch.nan, device=q.device, dtype=q.dtype) for _ in range(2))
+        for b, own in enumerate(cache.rows):
+            k[b, : lengths[b]], v[b, : lengths[b]] = own
+        places = {}
+    out, lse = serving.flash_attn_with_kvcache(
+        q.unflatten(0, (len(lengths), -1)), k, v, cache_seqlens=cache.lengths,
+        mask=mask if of_dense is None else of_dense, return_softmax_lse=True, **places,
+    )  # fmt: skip
+    return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
 
 FACTORS = ("none", "one", "heads", "sequences", "slots")

@@ -229,6 +229,8 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
   const OnDevice on_device(q);
   TORCH_CHECK_TYPE(is_16_bit(q) && k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
                    "quantize_fp8 takes float16 or bfloat16.");
+  TORCH_CHECK_VALUE(!a.mixed || !(a.cos_q.has_value() || a.cos_k.has_value()),
+                    "mixed mode hands q and k back as they are: turn them before.");
   TORCH_CHECK_VALUE(k.size(-1) == q.size(-1) && k.size(-2) == v.size(-2) && k.size(-3) == v.size(-3) &&
                         v.dim() == k.dim() && (k.dim() == 3 || k.size(0) == v.size(0)) && q.stride(-1) == 1 &&
                         k.stride(-1) == 1 && v.stride(-1) == 1,
@@ -280,10 +282,8 @@ Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, co
   x.q_factor = pointer(q_descale), x.k_factor = pointer(k_descale), x.v_factor = pointer(v_descale);
   x.v_offset = pointer(v_offset), x.k_offset = pointer(k_offset), x.row_offset = pointer(row_offset);
   x.by_block = a.by_block, x.hadamard = a.hadamard;
-  if (!a.mixed) {
-    x.rotary[0] = rotary_rows(a.cos_q, a.sin_q, a.interleaved, q, "q");
-    x.rotary[1] = rotary_rows(a.cos_k, a.sin_k, a.interleaved, k, "k");
-  }
+  x.rotary[0] = rotary_rows(a.cos_q, a.sin_q, a.interleaved, q, "q");
+  x.rotary[1] = rotary_rows(a.cos_k, a.sin_k, a.interleaved, k, "k");
   x.seqused_k = lengths_of(a.seqused_k, p, q);
   x.stream = stream_handle(q.device());
   const Tensor partials = new_tensor({quantize_floats(p) + RoundingLoss::floats(p)}, floats);

@@ -244,6 +244,8 @@ def quantize(
 
     Keys from ``seqused_k`` on count nowhere, and become zeros.
     """
+    if mixed and (cos_q is not None or cos_k is not None):
+        raise ValueError("mixed mode hands q and k back as they are: turn them before.")
     q, k = _turned(q, cos_q, sin_q, interleaved), _turned(k, cos_k, sin_k, interleaved)
     used = used_rows(k.shape[-3], cu_seqlens_k, seqused_k)
     known_used = _known_used(used, cu_seqlens_k)

@@ -166,5 +166,9 @@ def test_factors_that_do_not_fit_are_refused() -> None:
             torch.ops.flash_ext.quantize_fp8(
                 q, same, same, None, None, None, True, True, True, False, False, *given, False
             )
+    with pytest.raises(ValueError, match="turn them before"):
+        torch.ops.flash_ext.quantize_fp8(
+            q, same, same, None, None, None, True, True, True, False, True, cos, sin, cos, sin, False
+        )
     halves = factors(40, 16, device="cpu")
     refuses(ValueError, "as many features", ((cos, sin), halves), same)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +15,10 @@ from torch import Tensor
 from flash_ext import AuxRequest, attention_varlen, masks, serving
 from flash_ext._ops.library import _C
 from flash_ext._ops.modifiers import Modifiers
+from flash_ext._ops.prepared import MOST_PREPARED, kept_in
 from flash_ext._ops.spec import AttnSpec, default_scale
 from flash_ext.masks import ALiBi, Causal, Dense, DenseBias, Documents, KeyMask, RelativePosition, Window
-from tests.pages import FACTORS, Cache, close, in_bytes, make_cache, packed_queries
+from tests.pages import FACTORS, PLACES, Cache, attend, close, in_bytes, make_cache, packed_queries
 from tests.qkv import dtype_on, null_kernels, on_devices
 from tests.reference import attention_reference
 
@@ -249,7 +252,7 @@ def test_biases(kind: str, device: str) -> None:
 
 @on_devices
 @pytest.mark.parametrize("kind", ["keys", "dense", "documents"])
-@pytest.mark.parametrize("where", ["pages", "entries", "packed keys"])
+@pytest.mark.parametrize("where", PLACES)
 def test_masks_wherever_keys_lie(where: str, kind: str, device: str) -> None:
     """Queries of one length in the function of an engine; packed keys that are cut by a length."""
     n, lengths = 12, [40, 12, 333]
@@ -257,27 +260,8 @@ def test_masks_wherever_keys_lie(where: str, kind: str, device: str) -> None:
     q, bounds, each = packed_queries([n] * 3, 4, 64, device, dtype_on(device))
     asked = ask(kind, [n] * 3, lengths, 4, device)
     mask = asked.options["mask"]
-    if where == "packed keys":
-        k, v = (torch.cat(side) for side in zip(*cache.rows))
-        bounds_k = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-        out, aux = attention_varlen(
-            q, k, v, bounds, bounds_k, seqused_k=cache.lengths, mask=mask, return_aux=LSE
-        )
-        lse = aux.lse
-    else:
-        k, v, places = cache.k, cache.v, {"page_table": cache.table}
-        if where == "entries":
-            k, v = (torch.full((3, 350, 2, 64), torch.nan, device=device, dtype=q.dtype) for _ in range(2))
-            for b, own in enumerate(cache.rows):
-                k[b, : lengths[b]], v[b, : lengths[b]] = own
-            places = {}
-        if kind == "documents":
-            mask = Documents(mask.ids.view(3, n), mask.ids_k)
-        out, lse = serving.flash_attn_with_kvcache(
-            q.view(3, n, 4, 64), k, v, cache_seqlens=cache.lengths, mask=mask, return_softmax_lse=True,
-            **places,
-        )  # fmt: skip
-        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    of_dense = Documents(mask.ids.view(3, n), mask.ids_k) if kind == "documents" else None
+    out, lse = attend(where, cache, q, bounds, mask, of_dense)
     asked.check(out, lse, each, cache.rows, bounds.tolist())
 
 
@@ -511,6 +495,28 @@ def test_a_bias_goes_along_with_autocast() -> None:
         got = attention_varlen(own, cache.k, cache.v, bounds, None, bias=bias, **cache.places)
     assert got.dtype == cache.k.dtype
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
+def test_what_a_capture_refreshes_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay writes it, also after calls of more sizes than a mask keeps."""
+    cache = make_cache([40], 16)
+    mask = KeyMask(torch.rand(1, 40) < 0.5) & Dense(torch.rand(2 * MOST_PREPARED, 40) < 0.5)
+
+    def run(count: int) -> None:
+        q, bounds = torch.ones(count, 2, 64), torch.tensor([0, count], dtype=torch.int32)
+        attention_varlen(q, cache.k, cache.v, bounds, None, mask=mask, **cache.places)
+
+    for count in range(1, MOST_PREPARED + 1):
+        run(count)
+    written = [weakref.ref(found.mods.document_q) for found in kept_in(mask).made.values()]
+    assert len(written) == MOST_PREPARED
+    with monkeypatch.context() as capture:
+        capture.setattr("flash_ext._ops.prepared.is_capturing", lambda: True)
+        mask.refresh()
+    for count in range(MOST_PREPARED + 1, 2 * MOST_PREPARED + 1):
+        run(count)
+    gc.collect()
+    assert all(ref() is not None for ref in written)
 
 
 @pytest.mark.parametrize("name", ["bias", "sinks"])

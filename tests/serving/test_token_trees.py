@@ -14,7 +14,7 @@ from flash_ext._ops.library import _C
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec, default_scale
 from flash_ext.masks import TokenTree
-from tests.pages import Cache, close, make_cache, packed_queries
+from tests.pages import PLACES, Cache, attend, close, make_cache, packed_queries
 from tests.qkv import dtype_on, null_kernels, on_devices
 from tests.reference import attention_reference
 
@@ -147,7 +147,7 @@ def test_a_chain_is_causal(device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("where", ["pages", "entries", "packed keys"])
+@pytest.mark.parametrize("where", PLACES)
 def test_trees_wherever_keys_lie(where: str, device: str) -> None:
     """Queries of one length in the function of an engine; packed keys that are cut by a length."""
     n, lengths = 12, [40, 12, 333]
@@ -155,25 +155,7 @@ def test_trees_wherever_keys_lie(where: str, device: str) -> None:
     q, bounds, each = packed_queries([n] * 3, 4, 64, device, dtype_on(device))
     trees = [shown_by(parents_of(n)) for _ in lengths]
     mask = TokenTree.from_bool(torch.stack(trees)).to(device)
-    if where == "packed keys":
-        k, v = (torch.cat(side) for side in zip(*cache.rows))
-        bounds_k = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-        out, aux = attention_varlen(
-            q, k, v, bounds, bounds_k, seqused_k=cache.lengths, mask=mask, return_aux=LSE
-        )
-        lse = aux.lse
-    else:
-        k, v, places = cache.k, cache.v, {"page_table": cache.table}
-        if where == "entries":
-            k, v = (torch.full((3, 350, 2, 64), torch.nan, device=device, dtype=q.dtype) for _ in range(2))
-            for b, own in enumerate(cache.rows):
-                k[b, : lengths[b]], v[b, : lengths[b]] = own
-            places = {}
-        out, lse = serving.flash_attn_with_kvcache(
-            q.view(3, n, 4, 64), k, v, cache_seqlens=cache.lengths, mask=mask, return_softmax_lse=True,
-            **places,
-        )  # fmt: skip
-        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    out, lse = attend(where, cache, q, bounds, mask)
     check_trees(out, lse, each, cache.rows, trees, bounds.tolist())
 
 

@@ -2,8 +2,9 @@
 
 The kernels are left out, everything else is done: argument parsing, dispatch, checks, choice of the path,
 allocation of results. On a machine without a GPU the GPU implementation runs on CPU tensors, which differs in
-the allocator and in the stream look-up only. Numbers are minima over repeats, in microseconds, single thread;
-"empty op" is ``torch.empty(0)``, the least that a call into PyTorch costs.
+the allocator and in the stream look-up only, and for calls that append inside in torch's own operators, which
+are not left out. Numbers are minima over repeats, in microseconds, single thread; "empty op" is
+``torch.empty(0)``, the least that a call into PyTorch costs.
 """
 
 from __future__ import annotations
@@ -17,23 +18,40 @@ import timeit
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
 import flash_ext
-from flash_ext import masks
+from flash_ext import _append, _attention, masks, serving
+from flash_ext._ops import dispatch_cached
 from flash_ext._ops.library import _C
 
 BUDGET_US = 5.0  # of one attention call without gradients, above an empty op
 PREPARED_BUDGET_US = 15.0  # of one with a mask or bias that was prepared
+STEP_BUDGET_US = 12.0  # of one layer of a decoding step over pages
+
+Timed = tuple[Callable[[], Any], Callable[[], Any]]  # the gradient mode to time in, the call
+
+# What looks at lengths, pages and slots on the CPU, and is not called for tensors on a GPU.
+READERS = (
+    (_append, "_check_slots"),
+    (_attention, "check_bounds"),
+    (dispatch_cached, "check_values"),
+    (serving, "_check_lengths"),
+    (serving, "check_slots_of_one"),
+)
 
 
 @contextlib.contextmanager
 def null_kernels(device: str) -> Iterator[None]:
     """Inside, calls on ``device`` do everything but launch; results are uninitialised memory."""
-    with warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # PyTorch announces that the CPU implementation is overridden
         if device == "cpu":
+            for module, name in READERS:
+                stack.enter_context(mock.patch.object(module, name, lambda *_: None))
             _C.use_null_kernels_on_cpu(True)
         else:
             _C.set_switch("skip_launch", 1)
@@ -43,8 +61,54 @@ def null_kernels(device: str) -> Iterator[None]:
             _C.use_null_kernels_on_cpu(False)  # also clears the switch
 
 
-def calls(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """Name: (the gradient mode to time in, the call)."""
+def serving_calls(device: str) -> dict[str, Timed]:
+    """One layer of a decoding step: 4 sequences, 32 heads of 8, head_dim 128, pages of 16."""
+    batch, pages, page_size = 4, 16, 16
+    k_cache, v_cache = torch.zeros(
+        2, batch * pages, page_size, 8, 128, dtype=torch.bfloat16, device=device
+    ).unbind()
+    q = k_cache.new_empty(batch, 32, 128)
+    new = k_cache.new_zeros(batch, 8, 128)
+    numbers = torch.arange(batch * pages, dtype=torch.int32, device=device)
+    cu_seqlens, table = numbers[: batch + 1].clone(), numbers.view(batch, pages)
+    lengths, slots = torch.full_like(numbers[:batch], 100), numbers[:batch].long()
+    key_mask = masks.KeyMask(torch.ones(batch, pages * page_size, dtype=torch.bool, device=device))
+    over_pages = dict(max_seqlen_q=1, seqused_k=lengths, block_table=table, causal=True)
+    entries = (q.unsqueeze(1), k_cache, v_cache)
+    of_entries = dict(cache_seqlens=lengths, page_table=table, causal=True)
+    # As vLLM gives them: all by name, most of them at their defaults.
+    of_vllm = dict(
+        over_pages, q=q, k=k_cache, v=v_cache, cu_seqlens_q=cu_seqlens, max_seqlen_k=pages * page_size,
+        softmax_scale=128**-0.5, window_size=[-1, -1], softcap=0.0, alibi_slopes=None, num_splits=0,
+        scheduler_metadata=None, fa_version=3, q_descale=None, k_descale=None, v_descale=None, s_aux=None,
+    )  # fmt: skip
+
+    def step(**options: Any) -> Any:
+        return flash_ext.attention_varlen(q, k_cache, v_cache, cu_seqlens, None, **over_pages, **options)
+
+    def with_kvcache(*appended: Any, **options: Any) -> Any:
+        return serving.flash_attn_with_kvcache(*entries, *appended, **of_entries, **options)
+
+    return {
+        name: (torch.no_grad, call)
+        for name, call in {
+            "attention_varlen over pages": step,
+            "the same with lse": lambda: step(return_aux=flash_ext.AuxRequest(lse=True)),
+            "the same with a prepared KeyMask": lambda: step(mask=key_mask),
+            "flash_attn_varlen_func": lambda: serving.flash_attn_varlen_func(**of_vllm),
+            "flash_attn_varlen_func with lse": lambda: serving.flash_attn_varlen_func(
+                **of_vllm, return_softmax_lse=True
+            ),
+            "flash_attn_with_kvcache": with_kvcache,
+            "flash_attn_with_kvcache with lse": lambda: with_kvcache(return_softmax_lse=True),
+            "flash_attn_with_kvcache with k and v": lambda: with_kvcache(new.unsqueeze(1), new.unsqueeze(1)),
+            "append_kv": lambda: serving.append_kv(new, new, k_cache, v_cache, slots),
+        }.items()
+    }
+
+
+def calls(device: str) -> dict[str, Timed]:
+    """Everything that is timed, by name."""
     q = torch.empty(2, 16, 4, 64, dtype=torch.bfloat16, device=device)
     leaves = [torch.empty_like(q, requires_grad=True) for _ in range(3)]
     heads_first = q.transpose(1, 2)
@@ -95,6 +159,7 @@ def calls(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
             lambda: flash_ext.attention(*leaves, mask=mask),
         ),
         "prepared mask and its gradient": (torch.enable_grad, lambda: train(mask=mask)),
+        **serving_calls(device),
     }
 
 
@@ -123,6 +188,7 @@ def collect(device: str) -> dict[str, Any]:
         "over_empty_op_us": round(times["attention"] - times["empty op"], 2),
         "budget_us": BUDGET_US,
         "prepared_budget_us": PREPARED_BUDGET_US,
+        "step_budget_us": STEP_BUDGET_US,
     }
 
 
@@ -142,6 +208,7 @@ def main() -> None:
         sys.stdout.write(f"{name:<36} {value:7.2f} us\n")
     sys.stdout.write(f"attention over an empty op: {report['over_empty_op_us']} us, budget {BUDGET_US} us\n")
     sys.stdout.write(f"with a prepared mask or bias: budget {PREPARED_BUDGET_US} us\n")
+    sys.stdout.write(f"attention_varlen over pages: budget {STEP_BUDGET_US} us\n")
 
 
 if __name__ == "__main__":

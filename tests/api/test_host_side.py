@@ -152,11 +152,48 @@ def test_switches_have_names() -> None:
 def test_host_cost_is_measured_and_leaves_nothing_behind() -> None:
     times = host_cost.measure("cpu", number=2, repeats=1)
     named = {"empty op", "attention", "attention and its gradient", "prepared mask", "prepared bias"}
-    assert named < {*times}
+    assert named | {*host_cost.serving_calls("cpu")} < {*times}
     assert all(value > 0 for value in times.values())
     assert _C.get_switch("skip_launch") is None
     q, k, v = make_qkv()
     torch.testing.assert_close(flash_ext.attention(q, k, v), reference(q, k, v)[0].float())
+
+
+@pytest.mark.parametrize("name", [*host_cost.serving_calls("cpu")])
+def test_host_cost_of_serving_is_that_of_a_launch_over_a_cache(name: str) -> None:
+    """Each row takes the road of a GPU to its end. Nothing reads the values of lengths, pages and slots."""
+    mode, call = host_cost.serving_calls("cpu")[name]
+    with host_cost.null_kernels("cpu"), mode():
+        _C.set_switch("record_launches", 1)
+        try:
+            flash_ext.attention(*make_qkv(dtype=torch.bfloat16))
+            assert "cached" not in _C.last_launch()["kernel"]
+            got = call()
+            launched = _C.last_launch()["kernel"]
+        finally:
+            _C.set_switch("record_launches", None)
+    assert ("cached" in launched) == (name != "append_kv")
+    assert (got is None) == (name == "append_kv")
+    assert isinstance(got, tuple) == name.endswith("lse")
+
+
+def test_host_cost_reads_no_values() -> None:
+    """What a CPU looks at and a GPU does not is left out: numbers that a CPU refuses go through."""
+    q, (k, v) = torch.ones(1, 4, 64).bfloat16(), torch.zeros(2, 2, 16, 4, 64).bfloat16()
+    bounds, wrong = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([99], dtype=torch.int32)
+    options = dict(seqused_k=wrong, block_table=wrong[:, None])
+    entries = dict(cache_seqlens=wrong, page_table=wrong[:, None])
+    calls = (
+        lambda: flash_ext.attention_varlen(q, k, v, bounds, None, **options),
+        lambda: flash_ext.attention_varlen(q, q, q, bounds + 9, bounds),
+        lambda: flash_ext.serving.append_kv(q, q, k, v, wrong),
+        lambda: flash_ext.serving.flash_attn_with_kvcache(q[None], k, v, q[None], q[None], **entries),
+    )
+    for call in calls:
+        with host_cost.null_kernels("cpu"):
+            call()
+        with pytest.raises(ValueError, match="must"):
+            call()
 
 
 @pytest.fixture

@@ -331,10 +331,9 @@ def attention_varlen(
     if counting:
         tally("attention_varlen")
     if seqused_k is not None or block_table is not None:
-        _refuse_over_cache(
-            dropout_p=dropout_p or None, generator=generator,
-            max_scores=getattr(return_aux, "max_scores", False) or None,
-        )  # fmt: skip
+        wants_max = return_aux is not None and getattr(return_aux, "max_scores", False)
+        if dropout_p or generator is not None or wants_max:
+            _refuse_over_cache(dropout_p=dropout_p or None, generator=generator, max_scores=wants_max or None)
         wants_lse = return_aux is not None and _wants(return_aux)[0]
         out, lse = run_cached(
             q, k, v, cu_seqlens_q, None if block_table is not None else cu_seqlens_k, seqused_k, block_table,
@@ -384,8 +383,7 @@ def _wants(request: Any) -> tuple[bool, bool]:
             "return_aux must be a flash_ext.AuxRequest or None, got "
             f"{type(request).__qualname__}. Write AuxRequest(lse=True)."
         )
-    lse, max_scores = (bool(getattr(request, name, False)) for name in AuxRequest._fields)
-    return lse, max_scores
+    return bool(getattr(request, "lse", False)), bool(getattr(request, "max_scores", False))
 
 
 def _with_aux(

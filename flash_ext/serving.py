@@ -134,20 +134,25 @@ def flash_attn_varlen_func(
     """
     _note()
     _refuse_unknown(others)
-    _refuse(
-        q_v=q_v, dropout_p=dropout_p or None, return_attn_probs=return_attn_probs or None,
-        output_scale=output_scale, cp_world_size=None if cp_world_size == 1 else cp_world_size,
-        cp_rank=cp_rank or None, cp_tot_seqused_k=cp_tot_seqused_k, mask_mod=mask_mod,
-        block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors, dynamic_causal=dynamic_causal,
-        gather_kv_indices=gather_kv_indices, gather_kv_valid_length=gather_kv_valid_length,
-    )  # fmt: skip
+    if (  # handing over the names as well costs a decoding step 6 %
+        q_v is not None or dropout_p or return_attn_probs or output_scale is not None or cp_world_size != 1
+        or cp_rank or cp_tot_seqused_k is not None or mask_mod is not None or block_sparse_tensors is not None
+        or aux_tensors is not None or dynamic_causal is not None or gather_kv_indices is not None
+        or gather_kv_valid_length is not None
+    ):  # fmt: skip
+        _refuse(
+            q_v=q_v, dropout_p=dropout_p or None, return_attn_probs=return_attn_probs or None,
+            output_scale=output_scale, cp_world_size=None if cp_world_size == 1 else cp_world_size,
+            cp_rank=cp_rank or None, cp_tot_seqused_k=cp_tot_seqused_k, mask_mod=mask_mod,
+            block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors, dynamic_causal=dynamic_causal,
+            gather_kv_indices=gather_kv_indices, gather_kv_valid_length=gather_kv_valid_length,
+        )  # fmt: skip
     if block_table is not None and cu_seqlens_k is not None:
         raise ValueError(
             "block_table and cu_seqlens_k must not be given together: seqused_k has the lengths."
         )
     window = _window(window_size)
-    _check_descales(q, k, cu_seqlens_q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    q, descales = _descales(q, k, out, q_descale, k_descale, v_descale)
+    q, descales = _descales(q, k, cu_seqlens_q, out, q_descale, k_descale, v_descale)
     _check_out(out, q, v)
     if block_table is None and seqused_k is None:
         found, aux = attention_varlen(
@@ -243,11 +248,16 @@ def flash_attn_with_kvcache(
     """
     _note()
     _refuse_unknown(others)
-    _refuse(
-        qv=qv, cache_leftpad=cache_leftpad, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens,
-        attention_chunk=attention_chunk or None, only_qv=only_qv or None,
-        score_mod=score_mod, aux_tensors=aux_tensors, sm_margin=sm_margin or None,
-    )  # fmt: skip
+    if (
+        qv is not None or cache_leftpad is not None or cu_seqlens_k_new is not None or attention_chunk
+        or rotary_seqlens is not None or only_qv or score_mod is not None or aux_tensors is not None
+        or sm_margin
+    ):  # fmt: skip
+        _refuse(
+            qv=qv, cache_leftpad=cache_leftpad, cu_seqlens_k_new=cu_seqlens_k_new,
+            rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk or None, only_qv=only_qv or None,
+            score_mod=score_mod, aux_tensors=aux_tensors, sm_margin=sm_margin or None,
+        )  # fmt: skip
     if page_table is not None and cache_batch_idx is not None:
         raise ValueError("page_table and cache_batch_idx must not be given together.")
     window = _window(window_size)
@@ -256,14 +266,15 @@ def flash_attn_with_kvcache(
             "mask=TokenTree is not available with rotary factors, which turn tokens by their order in the "
             "cache. Turn q and k by the depth of each token, and leave the factors out."
         )
-    check_of_heads(q, sinks=sinks)
-    _refuse_gradient(
-        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        alibi_slopes=alibi_slopes,
-    )  # fmt: skip
+    if sinks is not None:
+        check_of_heads(q, sinks=sinks)
+    if torch.is_grad_enabled():
+        _refuse_gradient(
+            q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+            alibi_slopes=alibi_slopes,
+        )  # fmt: skip
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    _check_descales(q, k_cache, cu_seqlens_q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    q, descales = _descales(q, k_cache, out, q_descale, k_descale, v_descale)
+    q, descales = _descales(q, k_cache, cu_seqlens_q, out, q_descale, k_descale, v_descale)
     _check_out(out, q, v_cache)
     table = page_table
     if cache_batch_idx is not None:
@@ -273,18 +284,18 @@ def flash_attn_with_kvcache(
         if k is not None and k.shape[1] > 0:
             exists = with_one_owner(entry[:, 0], exists[:, 0])[:, None]
         table = entry.where(exists, -1)
-    if isinstance(cache_seqlens, Tensor):
-        _check_numbers("cache_seqlens", cache_seqlens, batch, q)
     lengths = cache_seqlens
-    if isinstance(lengths, int):
+    if isinstance(lengths, Tensor):
+        _check_numbers("cache_seqlens", lengths, batch, q)
+        if lengths.dtype == torch.int64:
+            lengths = lengths.int()
+    elif isinstance(lengths, int):
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
-    if table is not None and lengths is None:
+    elif lengths is None and table is not None:
         room = table.shape[1] * k_cache.shape[1]
         lengths = torch.full((batch,), room, dtype=torch.int32, device=q.device)
-    if isinstance(lengths, Tensor) and lengths.dtype == torch.int64:
-        lengths = lengths.int()
-    with torch.no_grad():
-        if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
+    if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
+        with torch.no_grad():
             if k is None or v is None or not isinstance(lengths, Tensor) or cache_seqlens is None:
                 raise ValueError("k, v and cache_seqlens must be given together to append to the cache.")
             if (rotary_cos is None) != (rotary_sin is None):
@@ -302,13 +313,13 @@ def flash_attn_with_kvcache(
             lengths = _append(
                 k_cache, v_cache, k, v, lengths, table, factors, rotary_interleaved, k_descale, v_descale
             )
-        if cache_batch_idx is not None and isinstance(lengths, Tensor) and table is not None:
-            lengths = lengths.where(table[:, 0] >= 0, 0)  # not the keys of another sequence
-        found, lse = run_cached(
-            q, k_cache, v_cache, cu_seqlens_q, None, lengths, table, max_seqlen_q, None, softmax_scale,
-            causal, window, _backend(num_splits, q, scheduler_metadata), return_softmax_lse, alibi_slopes,
-            sinks, softcap, mask, *descales,
-        )  # fmt: skip
+    if cache_batch_idx is not None and isinstance(lengths, Tensor) and table is not None:
+        lengths = lengths.where(table[:, 0] >= 0, 0)  # not the keys of another sequence
+    found, lse = run_cached(
+        q, k_cache, v_cache, cu_seqlens_q, None, lengths, table, max_seqlen_q, None, softmax_scale,
+        causal, window, _backend(num_splits, q, scheduler_metadata), return_softmax_lse, alibi_slopes,
+        sinks, softcap, mask, *descales,
+    )  # fmt: skip
     return _result(found, lse, out, return_softmax_lse)
 
 
@@ -387,13 +398,13 @@ def _backend(num_splits: int, q: Tensor, plan: Tensor | None, whole: int = 1) ->
 
 def _check_descales(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, **scales: Tensor | None) -> None:
     """Scales must be float32 of (batch, h_k), and ones where somebody looks."""
+    wanted = (q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, k.shape[-2])
     for name, scale in scales.items():
         if scale is None:
             continue
         if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
             found = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
             raise TypeError(f"{name} must be a torch.float32 tensor, got {found}.")
-        wanted = (q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, k.shape[-2])
         if scale.shape != wanted:
             raise ValueError(f"{name} must have shape (batch, h_k) = {wanted}, got {tuple(scale.shape)}.")
         has_bytes = (q if name == "q_descale" else k).dtype in BYTES
@@ -402,10 +413,17 @@ def _check_descales(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, **scales:
 
 
 def _descales(
-    q: Tensor, k: Tensor, out: Tensor | None, *scales: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    out: Tensor | None,
+    of_q: Tensor | None,
+    of_k: Tensor | None,
+    of_v: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
     """q of 16 bits and the factors of k and v, of which the former takes that of q along."""
-    of_q, of_k, of_v = scales
+    if of_q is not None or of_k is not None or of_v is not None:
+        _check_descales(q, k, cu_seqlens_q, q_descale=of_q, k_descale=of_k, v_descale=of_v)
     if k.dtype not in BYTES:
         return q, (None, None)
     if q.dtype == torch.float8_e4m3fn:
@@ -419,10 +437,10 @@ def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
     if window_size is None:
         return (-1, -1)
     try:
-        left, right = (operator.index(n) for n in window_size)
+        left, right = window_size
+        return (operator.index(left), operator.index(right))
     except (TypeError, ValueError):
         raise TypeError(f"window_size must be two integers, got {window_size!r}.") from None
-    return (left, right)
 
 
 def _check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:

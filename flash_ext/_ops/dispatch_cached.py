@@ -67,14 +67,15 @@ def run_cached(
     """
     if scale is not None and isinstance(scale, Tensor):
         refuse_tensor_scale()
-    is_bytes = isinstance(k, Tensor) and k.dtype in BYTES  # its one kernel knows sinks
     total = None
-    if isinstance(bias, ALiBi):
-        slopes = bias.slopes
-    elif bias is not None:
-        total, slopes = _added(bias, q, cu_seqlens_q, is_bytes)
-    check_of_heads(q, slopes=slopes, sinks=sinks)
+    if bias is not None:
+        if isinstance(bias, ALiBi):
+            slopes = bias.slopes
+        else:
+            total, slopes = _added(bias, q, cu_seqlens_q, _is_bytes(k))
     places = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    if slopes is not None or sinks is not None:
+        check_of_heads(q, slopes=slopes, sinks=sinks)
     words, masks = None, _NO_MASKS
     if isinstance(mask, TokenTree):
         words = _words_of(mask, q, cu_seqlens_q, window, slopes)
@@ -86,15 +87,17 @@ def run_cached(
             explain_options(max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
         masks, window = _masks_of(mask, q, cu_seqlens_q, cu_seqlens_k, causal, window)
         causal = False
-    asks_more = any(t is not None for t in (slopes, words, *masks, total)) or softcap != 0
-    has_sinks_alone = sinks is not None and not asks_more and not is_bytes
-    if has_sinks_alone and _wants_late_sinks(q, k, max_seqlen_q, cu_seqlens_q):
-        out, lse = run_cached(
-            q, k, v, *places, max_seqlen_q, max_seqlen_k, scale, causal, window, backend,
-            k_descale=k_descale, v_descale=v_descale,
-        )  # fmt: skip
-        return out, add_sinks(out, lse, sinks, cu_seqlens_q, want_lse)
-    slopes, sinks = _as_operators_take(q, slopes), _as_operators_take(q, sinks)
+    if slopes is not None or sinks is not None:
+        asks_more = any(t is not None for t in (slopes, words, *masks, total)) or softcap != 0
+        # The one kernel over 8 bits knows sinks.
+        has_sinks_alone = sinks is not None and not asks_more and not _is_bytes(k)
+        if has_sinks_alone and _wants_late_sinks(q, k, max_seqlen_q, cu_seqlens_q):
+            out, lse = run_cached(
+                q, k, v, *places, max_seqlen_q, max_seqlen_k, scale, causal, window, backend,
+                k_descale=k_descale, v_descale=v_descale,
+            )  # fmt: skip
+            return out, add_sinks(out, lse, sinks, cu_seqlens_q, want_lse)
+        slopes, sinks = _as_operators_take(q, slopes), _as_operators_take(q, sinks)
     if _is_compiling():
         options = operator_options(q, max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
         traced: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd_cached.default(
@@ -115,7 +118,8 @@ def run_cached(
             total,
         )
         return traced
-    most_q, most_k = (n if type(n) is int else None for n in (max_seqlen_q, max_seqlen_k))
+    most_q = max_seqlen_q if type(max_seqlen_q) is int else None
+    most_k = max_seqlen_k if type(max_seqlen_k) is int else None
     try:
         left, right = window
         if CHECKS_DEVICE or q.is_cpu:
@@ -262,6 +266,10 @@ def check_of_heads(q: Tensor, **given: Tensor | None) -> None:
                 f"attention over a cache (seqused_k, block_table) has no gradient, and {name} requires one. "
                 "Call it under torch.no_grad()."
             )
+
+
+def _is_bytes(k: Any) -> bool:
+    return isinstance(k, Tensor) and k.dtype in BYTES
 
 
 def _as_operators_take(q: Tensor, t: Tensor | None) -> Tensor | None:

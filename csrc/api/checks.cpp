@@ -211,7 +211,6 @@ bool is_any_of(const SymInt& size, const Sizes& allowed) {
 
 void check_modifier(const OptionalTensor& t, const char* name, const Tensor& q,
                     std::initializer_list<c10::ScalarType> dtypes, const std::vector<Sizes>& sizes, bool contiguous) {
-  if (!t.has_value()) return;
   if (std::find(dtypes.begin(), dtypes.end(), t->scalar_type()) == dtypes.end()) {
     std::set<std::string> names;
     for (const auto dtype : dtypes) names.insert("torch." + std::string(c10::getDtypeNames(dtype).first));
@@ -238,10 +237,12 @@ void check_modifier(const OptionalTensor& t, const char* name, const Tensor& q,
 void check_of_heads(const Tensor& q, const SymInt& batch, const CallArgs& a) {
   const SymInt heads = q.sym_size(-2);
   const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const bool has_batch = a.slopes.has_value() && a.slopes->dim() != 1;
-  check_modifier(a.slopes, "slopes", q, {statistic},
-                 has_batch ? std::vector<Sizes>{{batch}, {heads}} : std::vector<Sizes>{{heads}}, true);
-  check_modifier(a.sinks, "sinks", q, {statistic}, {{heads}}, true);
+  if (a.slopes.has_value()) {
+    const bool has_batch = a.slopes->dim() != 1;
+    check_modifier(a.slopes, "slopes", q, {statistic},
+                   has_batch ? std::vector<Sizes>{{batch}, {heads}} : std::vector<Sizes>{{heads}}, true);
+  }
+  if (a.sinks.has_value()) check_modifier(a.sinks, "sinks", q, {statistic}, {{heads}}, true);
   TORCH_CHECK_VALUE(a.softcap >= 0 && std::isfinite(a.softcap),
                     "softcap must be 0 (off) or a positive finite number, got ", a.softcap, ".");
 }
@@ -251,8 +252,9 @@ bool is_int32(const OptionalTensor& t) { return t.has_value() && t->scalar_type(
 // By distance (three dimensions), or for each pair of row and key.
 void check_bias(const Tensor& q, const SymInt& batch, const OptionalTensor& bias, c10::ScalarType narrow,
                 const Sizes& rows, const Sizes& keys) {
+  if (!bias.has_value()) return;
   const Sizes batches{batch, 1}, heads{q.sym_size(-2), 1};
-  if (!bias.has_value() || bias->dim() != 3) {
+  if (bias->dim() != 3) {
     check_modifier(bias, "bias", q, {at::kFloat, narrow}, {batches, heads, rows, keys}, false);
     return;
   }
@@ -267,6 +269,7 @@ void check_bias(const Tensor& q, const SymInt& batch, const OptionalTensor& bias
 // As it was given, or condensed (condensed.h).
 void check_mask(const Tensor& q, const SymInt& batch, const OptionalTensor& mask, const Sizes& rows,
                 const Sizes& keys) {
+  if (!mask.has_value()) return;
   const Sizes batches{batch, 1}, heads{q.sym_size(-2), 1};
   if (!is_int32(mask)) {
     check_modifier(mask, "mask", q, {at::kBool}, {batches, heads, rows, keys}, false);
@@ -302,20 +305,26 @@ void check_modifiers(const Tensor& q, const Tensor& k, const CallArgs& a) {
   const Sizes of_rows = packed ? any : Sizes{rows, 1}, of_keys = packed ? any : Sizes{keys, 1};
   check_bias(q, batch, a.bias, q.scalar_type(), of_rows, of_keys);
   check_mask(q, batch, a.mask, of_rows, of_keys);
-  check_modifier(a.document_q, "document_q", q, {at::kInt}, of_positions(rows), true);
-  check_modifier(a.document_k, "document_k", q, {at::kInt}, of_positions(keys), true);
-  check_modifier(a.prefix_lens, "prefix_lens", q, {at::kInt}, {{batch}}, true);
-  const auto of_intervals = [&](const OptionalTensor& t, const SymInt& length) {
-    const bool is_condensed = t.has_value() && t->dim() == (packed ? 2 : 3);
-    return is_condensed
-               ? shape(!packed,
-                       {{heads, 1}, {condensed::interval_length(length, 1), condensed::interval_length(length, 2)}})
-               : shape(!packed, {{heads, 1}, {length}, {2, 4}});
+  const auto check_ids = [&](const OptionalTensor& t, const char* name, const SymInt& length) {
+    if (t.has_value()) check_modifier(t, name, q, {at::kInt}, of_positions(length), true);
   };
-  check_modifier(a.hidden_rows, "hidden_rows", q, {at::kInt}, of_intervals(a.hidden_rows, keys), true);
-  check_modifier(a.hidden_keys, "hidden_keys", q, {at::kInt}, of_intervals(a.hidden_keys, rows), true);
+  check_ids(a.document_q, "document_q", rows);
+  check_ids(a.document_k, "document_k", keys);
+  if (a.prefix_lens.has_value()) check_modifier(a.prefix_lens, "prefix_lens", q, {at::kInt}, {{batch}}, true);
+  const auto check_intervals = [&](const OptionalTensor& t, const char* name, const SymInt& length) {
+    if (!t.has_value()) return;
+    const bool is_condensed = t->dim() == (packed ? 2 : 3);
+    check_modifier(
+        t, name, q, {at::kInt},
+        is_condensed ? shape(!packed, {{heads, 1},
+                                       {condensed::interval_length(length, 1), condensed::interval_length(length, 2)}})
+                     : shape(!packed, {{heads, 1}, {length}, {2, 4}}),
+        true);
+  };
+  check_intervals(a.hidden_rows, "hidden_rows", keys);
+  check_intervals(a.hidden_keys, "hidden_keys", rows);
   check_of_heads(q, batch, a);
-  check_modifier(a.rng, "rng", q, {at::kLong}, {{2}}, true);
+  if (a.rng.has_value()) check_modifier(a.rng, "rng", q, {at::kLong}, {{2}}, true);
   TORCH_CHECK_VALUE(a.document_q.has_value() == a.document_k.has_value(),
                     "document_q and document_k must be given together.");
   TORCH_CHECK_VALUE(a.dropout_p >= 0 && a.dropout_p <= 1, "dropout_p must be a probability from 0 to 1, got ",

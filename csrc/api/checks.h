@@ -37,6 +37,7 @@ void check_cu_seqlens(const Tensor& cu, const char* name, const Tensor& q);
 void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v);
 void check_head_dims(const Tensor& q, const Tensor& v);  // which GPUs limit
 void check_options(const Tensor& q, const CallArgs& a);
+// Of a tensor that is there: callers ask first, since the sizes cost more than all else that is checked of a decoding step.
 void check_modifier(const OptionalTensor& t, const char* name, const Tensor& q,
                     std::initializer_list<c10::ScalarType> dtypes, const std::vector<Sizes>& sizes, bool contiguous);
 void check_of_heads(const Tensor& q, const SymInt& batch, const CallArgs& a);

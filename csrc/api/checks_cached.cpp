@@ -44,11 +44,13 @@ static void check_masks(const Tensor& q, const Tensor& k, const SymInt& batch, c
   check_bias(q, batch, a.bias, is_quantized(k) ? statistic : q.scalar_type(), any, any);
   TORCH_CHECK_VALUE(a.document_q.has_value() == a.document_k.has_value(),
                     "document_q and document_k must be given together.");
-  check_modifier(
-      a.document_q, "document_q", q, {at::kInt},
-      a.cu_seqlens_q.has_value() ? std::vector<Sizes>{{q.sym_size(0)}} : std::vector<Sizes>{{batch}, {q.sym_size(1)}},
-      true);
-  check_modifier(a.document_k, "document_k", q, {at::kInt}, {{batch}, any}, true);
+  if (a.document_q.has_value()) {
+    check_modifier(
+        a.document_q, "document_q", q, {at::kInt},
+        a.cu_seqlens_q.has_value() ? std::vector<Sizes>{{q.sym_size(0)}} : std::vector<Sizes>{{batch}, {q.sym_size(1)}},
+        true);
+    check_modifier(a.document_k, "document_k", q, {at::kInt}, {{batch}, any}, true);
+  }
   TORCH_CHECK_NOT_IMPLEMENTED(
       !a.tree.has_value() || !(a.mask.has_value() || a.document_k.has_value() || a.bias.has_value()),
       "a tree stands by itself, without a mask, documents or a bias.");

@@ -50,6 +50,19 @@ def fwd_cached(
     document_k: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]: ...
+def append_kv(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    interleaved: bool,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+) -> None: ...
 def bwd(
     dout: Tensor,
     q: Tensor,

@@ -11,6 +11,7 @@ from ._count import counting, tally
 from ._log import logged
 from ._ops.dispatch import explain_tensors
 from ._ops.dispatch_cached import CHECKS_DEVICE
+from ._ops.library import _C
 
 
 class Rotary(NamedTuple):
@@ -83,17 +84,23 @@ def append_kv(
         tally("append_kv")
     if rotary is not None and not isinstance(rotary, Rotary):
         raise TypeError(f"rotary must be a serving.Rotary or None, got {type(rotary).__qualname__}.")
-    factors = (None, None, None, True) if rotary is None else tuple(rotary)
+    cos, sin, positions, interleaved = (None, None, None, True) if rotary is None else rotary
     try:
         if CHECKS_DEVICE or isinstance(slot_mapping, Tensor) and slot_mapping.is_cpu:
             _check_slots(slot_mapping, k_cache)
-        torch.ops.flash_ext.append_kv.default(
-            k_new, v_new, k_cache, v_cache, slot_mapping, *factors, k_descale, v_descale
-        )
+        # A compiler must see the operator itself; the entry of the extension costs half as much.
+        append = torch.ops.flash_ext.append_kv.default if torch.compiler.is_compiling() else _C.append_kv
+        append(
+            k_new, v_new, k_cache, v_cache, slot_mapping, cos, sin, positions, interleaved, k_descale,
+            v_descale,
+        )  # fmt: skip
     except (TypeError, RuntimeError, AttributeError):
         if not torch.compiler.is_compiling():
             explain_tensors(k_new=k_new, v_new=v_new, k_cache=k_cache, v_cache=v_cache)
             explain_tensors(slot_mapping=slot_mapping)
+            if rotary is not None:
+                explain_tensors(cos=cos, sin=sin, positions=positions)
+            explain_tensors(True, k_descale=k_descale, v_descale=v_descale)
         raise
 
 

@@ -85,6 +85,11 @@ FwdResult fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const Op
   return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
 }
 
+// And of flash_ext::append_kv.
+void append_kv(const Tensor& k_new, const Tensor& v_new, const AppendArgs& a) {
+  AppendOperator::call("flash_ext::append_kv", k_new, v_new, a);
+}
+
 // ---- calls with a mask or a bias that was prepared ------------------------------------------------
 
 std::shared_ptr<PreparedCall> prepared_call(const Tensor& q, const Tensor& k, const CallArgs& args) {
@@ -170,6 +175,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("deterministic"), py::arg("backend"),
         py::arg("want_lse") = true);
   m.def("fwd_cached", wrap_pybind_function_no_gil(fwd_cached));
+  m.def("append_kv", wrap_pybind_function_no_gil(&AppendOperator::entry<append_kv>));
   m.def("bwd",
         wrap_pybind_function_no_gil(bwd<OptionalTensor, OptionalTensor, OptionalInt, OptionalInt, std::optional<double>,
                                         bool, int64_t, int64_t, bool, std::optional<std::string>>),

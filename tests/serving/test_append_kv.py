@@ -133,6 +133,11 @@ def test_what_is_refused() -> None:
         append_kv(k, v, k_cache, v_cache, slots, Rotary(cos, cos, slots))
     with pytest.raises(ValueError, match="sin must have shape"):
         append_kv(k, v, k_cache, v_cache, slots, Rotary(cos[:, :8], cos[:, :4], slots))
+    for factors in ({"k_descale": 1.0}, {"v_descale": [1.0]}):
+        with pytest.raises(TypeError, match=f"{[*factors][0]} must be a torch.Tensor or None, got"):
+            append_kv(k, v, k_cache, v_cache, slots, **factors)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="positions must be a torch.Tensor, got list"):
+        append_kv(k, v, k_cache, v_cache, slots, Rotary(cos, cos, [0, 1, 2]))  # type: ignore[arg-type]
     assert not k_cache.any() and not v_cache.any()
 
 

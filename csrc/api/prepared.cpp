@@ -11,8 +11,8 @@
 namespace flash_ext {
 namespace {
 
-int64_t batch_of(const Tensor& q, const CallArgs& a) {
-  return a.cu_seqlens_q.has_value() ? a.cu_seqlens_q->size(0) - 1 : q.size(0);
+int64_t batch_of(const Tensor& q, const OptionalTensor& cu_seqlens_q) {
+  return cu_seqlens_q.has_value() ? cu_seqlens_q->size(0) - 1 : q.size(0);
 }
 
 // Subclasses in Python and tensors of transforms see the operators with their own arguments.
@@ -27,7 +27,7 @@ bool is_plain_tensor(const Tensor& t) {
 PreparedCall::PreparedCall(const Tensor& q, const Tensor& k, const CallArgs& args)
     : args_(args),
       is_packed_(args.cu_seqlens_q.has_value()),
-      batch_(batch_of(q, args)),
+      batch_(batch_of(q, args.cu_seqlens_q)),
       heads_(q.size(-2)),
       rows_(q.size(-3)),
       keys_(k.size(-3)),
@@ -48,13 +48,13 @@ void PreparedCall::bind_stream() {
   if (is_bound_) stream_ = stream_handle(device_);
 }
 
-bool PreparedCall::fits(const Tensor& q, const Tensor& k, const CallArgs& own) const {
-  const bool same_sizes = q.dim() == (is_packed_ ? 3 : 4) && k.dim() == q.dim() &&
-                          own.cu_seqlens_q.has_value() == is_packed_ && q.size(-3) == rows_ && q.size(-2) == heads_ &&
-                          k.size(-3) == keys_ && q.device() == device_;
-  if (!same_sizes || !is_plain_tensor(q) || c10::impl::TorchDispatchModeTLS::stack_len() != 0) return false;
-  if (is_packed_ && own.cu_seqlens_q->dim() != 1) return false;
-  if (batch_of(q, own) != batch_) return false;
+bool PreparedCall::fits(const Tensor& q, const OptionalTensor& cu_seqlens_q) const {
+  if (!is_plain_tensor(q) || c10::impl::TorchDispatchModeTLS::stack_len() != 0) return false;
+  const bool same_sizes = q.dim() == (is_packed_ ? 3 : 4) && cu_seqlens_q.has_value() == is_packed_ &&
+                          q.size(-3) == rows_ && q.size(-2) == heads_ && q.device() == device_;
+  if (!same_sizes) return false;
+  if (is_packed_ && cu_seqlens_q->dim() != 1) return false;
+  if (batch_of(q, cu_seqlens_q) != batch_) return false;
   if (has_inference_tensors_ && !c10::InferenceMode::is_enabled()) return false;
   const bool unchanged = std::all_of(sources_.begin(), sources_.end(), [](const Source& s) {
     return s.tensor._version() == s.version && !s.tensor.requires_grad();
@@ -62,6 +62,10 @@ bool PreparedCall::fits(const Tensor& q, const Tensor& k, const CallArgs& own) c
   if (!unchanged) return false;
   // What a graph reads is found, and kept for it, by the road that prepares.
   return !is_bound_ || (stream_handle(device_) == stream_ && !is_capturing(q));
+}
+
+bool PreparedCall::fits_both(const Tensor& q, const Tensor& k, const CallArgs& own) const {
+  return k.dim() == q.dim() && q.dim() >= 3 && k.size(-3) == keys_ && fits(q, own.cu_seqlens_q);
 }
 
 CallArgs PreparedCall::joined(const Tensor& q, const CallArgs& own) const {
@@ -84,7 +88,7 @@ CallArgs PreparedCall::joined(const Tensor& q, const CallArgs& own) const {
 
 std::optional<FwdModResult> PreparedCall::forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                                   const CallArgs& own) const {
-  if (!fits(q, k, own)) return std::nullopt;
+  if (!fits_both(q, k, own)) return std::nullopt;
   const CallArgs a = joined(q, own);
   if (!is_plain_ || a.sinks.has_value() || a.softcap != 0 || a.dropout_p != 0 || a.want_row_max) {
     return call_fwd_mod(q, k, v, a);
@@ -95,7 +99,7 @@ std::optional<FwdModResult> PreparedCall::forward(const Tensor& q, const Tensor&
 
 std::optional<BwdResult> PreparedCall::backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                                 const Tensor& out, const Tensor& lse, const CallArgs& own) const {
-  if (!fits(q, k, own)) return std::nullopt;
+  if (!fits_both(q, k, own)) return std::nullopt;
   const CallArgs a = joined(q, own);
   if (is_plain_ && !a.sinks.has_value() && a.softcap == 0 && a.dropout_p == 0) {
     return call_bwd(dout, q, k, v, out, lse, a);

@@ -23,6 +23,9 @@ class PreparedCall {
   // Nothing but the window is asked for.
   void set_plain() { is_plain_ = true; }
 
+  // Whether the arguments are right for a call of these queries, whatever its keys are.
+  bool fits(const Tensor& q, const OptionalTensor& cu_seqlens_q) const;
+
   // The result, or nothing if the arguments are not right for this call.
   std::optional<FwdModResult> forward(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& own) const;
   std::optional<BwdResult> backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -34,7 +37,7 @@ class PreparedCall {
     int64_t version;
   };
 
-  bool fits(const Tensor& q, const Tensor& k, const CallArgs& own) const;
+  bool fits_both(const Tensor& q, const Tensor& k, const CallArgs& own) const;
   // What was prepared, with what is the call's own: lengths, scale, sinks, softcap, dropout and flags.
   CallArgs joined(const Tensor& q, const CallArgs& own) const;
 

@@ -2,7 +2,8 @@
 
 That is their modifiers, their sizes, and the version counters of the tensors that they were made of
 (csrc/api/prepared.h). A further call costs the host a third of one that reads its arguments in Python. The
-mask keeps it, or the bias of a call without a mask.
+mask keeps it, or the bias of a call without a mask. Of a call over a cache a mask keeps what it is to it, and
+the extension says whether that is right for the next one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .arguments import Asked
 from .library import _C
 from .library_mod import modifier_arguments
 from .modifiers import Modifiers
-from .prepared import kept_in
+from .prepared import Prepared, kept_in
 
 _is_compiling = torch.compiler.is_compiling
 _in_functorch = torch._C._are_functorch_transforms_active
@@ -99,6 +100,50 @@ def keep_call(
     call.set_missing_bias_dims(missing)
     if is_plain:
         call.set_plain()
+    partner = None if mask is None else bias
+    _put(holder, (0 if mask is None else id(bias), causal, asked_window), (partner, call))
+
+
+_OVER_CACHE = "over a cache"  # in keys, beside 0 and the numbers of biases
+
+
+def kept_over_cache(
+    mask: Any, q: Tensor, cu_seqlens_q: Tensor | None, causal: Any, window: Any
+) -> Prepared | None:
+    """What a mask is to a call over a cache, where it keeps that for calls of these sizes."""
+    if type(causal) is not bool or type(window) is not tuple or _in_functorch():
+        return None
+    try:
+        found, call = mask._calls[_OVER_CACHE, causal, window, q.shape]
+        is_int = type(window[0]) is int and type(window[1]) is int  # 1. is the key of 1, and refused
+        return found if is_int and call.fits(q, cu_seqlens_q) else None
+    except (AttributeError, KeyError, TypeError):
+        return None
+
+
+def keep_over_cache(
+    mask: Mask, q: Tensor, cu_seqlens_q: Tensor | None, causal: Any, window: Any, found: Prepared
+) -> None:
+    """Keeps it for :func:`kept_over_cache`, where it may stand for that of another call."""
+    if _is_compiling() or _in_functorch() or torch._C._len_torch_dispatch_stack():
+        return
+    if type(causal) is not bool or type(window) is not tuple or type(q) not in (Tensor, Parameter):
+        return
+    if any(type(side) is not int for side in window):
+        return
+    kept = kept_in(mask)
+    if kept is None or kept.versions() is None or (kept.tensors and q.is_cuda and is_capturing()):
+        return
+    call = _C.prepared_call(  # whatever its keys are: fits() does not look at them
+        q, q, cu_seqlens_q, None, 0, 0, 1.0, *found.window, *modifier_arguments(found.mods)
+    )
+    if kept.tensors:
+        call.watch(list(kept.tensors))
+        call.bind_stream()
+    _put(mask, (_OVER_CACHE, causal, window, q.shape), (found, call))
+
+
+def _put(holder: Any, key: tuple[Any, ...], value: tuple[Any, ...]) -> None:
     try:
         calls = holder._calls
     except AttributeError:
@@ -106,8 +151,7 @@ def keep_call(
         object.__setattr__(holder, "_calls", calls)
     if len(calls) >= MOST_CALLS:
         calls.clear()
-    partner = None if mask is None else bias
-    calls[0 if mask is None else id(bias), causal, asked_window] = partner, call
+    calls[key] = value
 
 
 def _sources_of_bias(bias: Bias, mods: Modifiers) -> tuple[Tensor | None, list[Tensor]] | None:

@@ -14,10 +14,11 @@ from .._masks.biases import ALiBi
 from .._masks.token_tree import MOST_TOKENS, TokenTree
 from .._masks.value import Mask, Sizes, leaves
 from .arguments import added, bias_value, mask_value
+from .calls import keep_over_cache, kept_over_cache
 from .dispatch import check_bounds, explain_options, explain_tensors, operator_options, refuse_tensor_scale
 from .library import _C
 from .library_cached import flops_fwd_cached as flops_fwd_cached  # which registers the operators
-from .prepared import prepared
+from .prepared import Prepared, prepared
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -83,10 +84,16 @@ def run_cached(
             raise NotImplementedError("a TokenTree has no bias beside it.")
         causal, window = False, (-1, -1)
     elif mask is not None:
+        found = None
         if not _is_compiling():
-            explain_options(max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
-        masks, window = _masks_of(mask, q, cu_seqlens_q, cu_seqlens_k, causal, window)
-        causal = False
+            if {type(max_seqlen_q), type(max_seqlen_k)} <= _BOUNDS and cu_seqlens_k is None:
+                found = kept_over_cache(mask, q, cu_seqlens_q, causal, window)
+            if found is None:
+                explain_options(max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
+        if found is None:
+            found = _prepared_of(mask, q, cu_seqlens_q, cu_seqlens_k, causal, window)
+        masks = (found.mods.mask, found.mods.document_q, found.mods.document_k)
+        causal, window = False, found.window
     if slopes is not None or sinks is not None:
         asks_more = any(t is not None for t in (slopes, words, *masks, total)) or softcap != 0
         # The one kernel over 8 bits knows sinks.
@@ -149,17 +156,18 @@ def tree_of(mask: Any) -> TokenTree | None:
 
 Masks = tuple[Tensor | None, Tensor | None, Tensor | None]
 _NO_MASKS: Masks = (None, None, None)
+_BOUNDS = {int, type(None)}
 
 
-def _masks_of(
+def _prepared_of(
     given: Any,
     q: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     causal: Any,
     window: Any,
-) -> tuple[Masks, tuple[int, int]]:
-    """The operator's mask, document_q and document_k, and the window with the bands of the mask.
+) -> Prepared:
+    """What the mask is to the call: the operator's tensors, and the window with the bands of the mask.
 
     Raises:
         TypeError, ValueError: the mask is none, or does not fit.
@@ -172,9 +180,10 @@ def _masks_of(
         _refuse_rows_of_all(mask)
     if not _asks_for_rows(mask):  # then what is prepared serves calls of any number of queries
         sizes = sizes._replace(q_len=0)
-    shown = prepared(mask, q, sizes, bool(causal), (window[0], window[1]))
-    mods = shown.mods
-    return (mods.mask, mods.document_q, mods.document_k), shown.window
+    found = prepared(mask, q, sizes, bool(causal), (window[0], window[1]))
+    if cu_seqlens_k is None:
+        keep_over_cache(mask, q, cu_seqlens_q, causal, window, found)
+    return found
 
 
 def _refuse_rows_of_all(mask: Mask) -> None:

@@ -502,14 +502,18 @@ def _append(
     batch, count = k.shape[:2]
     page_size = k_cache.shape[1]
     room = page_size if table is None else table.shape[1] * page_size
-    first = lengths.long().clamp(0, room)[:, None]
-    positions = first + torch.arange(count, device=k.device)
+    first = lengths.long().clamp(0, room)
+    positions = first[:, None]
+    if count != 1:
+        positions = positions + torch.arange(count, device=k.device)
     inside = positions.clamp(max=max(room - 1, 0))
+    number = inside // page_size  # of the page in its sequence
     if table is None:
         page = torch.arange(batch, device=k.device)[:, None]
     else:
-        page = table.long().gather(1, inside // page_size) if room else positions
-    slots = (page * page_size + inside % page_size).where((positions < room) & (page >= 0), -1)
+        page = table.gather(1, number).long() if room else positions
+    outside = (positions >= room) | (page < 0)
+    slots = torch.add(inside, page - number, alpha=page_size).masked_fill_(outside, -1)
     check_slots_of_one(slots, page_size)
     rotary = None
     if factors is not None:
@@ -518,7 +522,7 @@ def _append(
     if k_cache.dtype in BYTES:
         of_tokens = tuple(None if x is None else x.repeat_interleave(count, 0) for x in descales)
     append_kv(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots.flatten(), rotary, *of_tokens)
-    return (first[:, 0] + count).clamp(max=room).to(torch.int32)
+    return (first + count).clamp(max=room).to(torch.int32)
 
 
 def _turned_queries(

@@ -226,7 +226,8 @@ struct MaskedConsumer {
         if constexpr (T::kInParts) {
           const uint32_t place = wait_for_bias(part);
           if constexpr (T::kLoose) {
-            add_loose_bias<E>(x, scale, place, warp_row(), behind);
+            const int keys = work_at(work_tiles).seq.seqlen_k - first_col() - part * kPartKeys;
+            add_loose_bias<E>(x, scale, place, warp_row(), behind, keys);
           } else {
             add_staged_float_bias<T::kBlockM>(x, scale, place, warp_row());
           }

@@ -61,14 +61,16 @@ __device__ __forceinline__ void load_loose_bias(const BiasView& x, int b, int h,
   if (lane == 0) ptx::mbarrier_arrive(bar);
 }
 
-// s = s * scale + bias, of 64 keys at `place`, where this warp's rows begin at `warp_row`. `behind`: of this lane's rows.
+// s = s * scale + bias, of 64 keys at `place`, where this warp's rows begin at `warp_row`. `behind`: of this lane's rows. What
+// lies behind the first 16 keys is left out where there are no more: 197 keys end 5 keys behind a part.
 template <typename E, int kCount>
 __device__ __forceinline__ void add_loose_bias(float (&s)[kCount], float scale, uint32_t place, int warp_row,
-                                               int behind) {
+                                               int behind, int keys) {
   const int lane = ptx::fresh_lane();
   const uint32_t at = place + (warp_row + lane / 4) * kLoosePitch + 2 * behind + lane % 4 * 4;
 #pragma unroll
   for (int n = 0; n < kCount / 4; ++n) {
+    if (n == 2 && keys <= 16) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // two neighbours of a row, then of the row eight below
       const uint16_t bits = ptx::load_shared_half(at + i / 2 * 8 * kLoosePitch + n * 16 + i % 2 * 2);

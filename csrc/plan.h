@@ -179,6 +179,7 @@ struct Workspace {
   Part pool_words;  // L2 dq pool: what CTAs tell each other
   Part dq_accum;  // fp32
   Part dk_partials, dv_partials;  // fp32, of each GQA or query split
+  Part stream_k_sums, stream_k_words;  // of work tiles that two CTAs divide: fp32, and a word for each
   Part dbias_partials, dslopes_partials;  // fp32, where what is summed over is divided
   Part bias_rows;  // the copy of a bias that is_unaligned
   int64_t bytes = 0;

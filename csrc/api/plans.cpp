@@ -111,6 +111,8 @@ py::dict dict_of(const Plan& plan) {
                                                 {"pool_words", w.pool_words},
                                                 {"dq_accum", w.dq_accum},
                                                 {"dk_partials", w.dk_partials},
+                                                {"stream_k_sums", w.stream_k_sums},
+                                                {"stream_k_words", w.stream_k_words},
                                                 {"dv_partials", w.dv_partials},
                                                 {"dbias_partials", w.dbias_partials},
                                                 {"dslopes_partials", w.dslopes_partials},

@@ -13,6 +13,7 @@ bool is_wide(Req r) { return padded(r.problem) > 128; }
 bool tma_bwd(Req r, Dev) { return tma_fwd(r) && r.problem.head_dim % 8 == 0; }
 bool tma_bwd_mod(Req r, Dev d) { return tma_bwd(r, d) && r.problem.total_k > 0; }
 bool has_whole_keys(Req r) { return sm90::has_whole_keys(r.problem, r.constraints); }
+bool stores_dq(Req r, Dev d) { return sm90::stores_dq(r.problem, d, r.constraints, r.deterministic); }
 // dQ has no place in the kernel over keys: too wide, or to be summed in a fixed order without being stored at once.
 bool wants_split(Req r) { return is_wide(r) || (r.deterministic && !has_whole_keys(r)); }
 
@@ -21,7 +22,7 @@ bool wants_split(Req r) { return is_wide(r) || (r.deterministic && !has_whole_ke
 bool supports_short(Req r, Dev d) { return is_short_bwd(r.problem, d, r.constraints); }
 bool supports_split(Req r, Dev d) { return tma_bwd(r, d) && is_wide(r); }
 bool supports_fused(Req r, Dev d) { return tma_bwd(r, d) && !is_wide(r); }
-bool supports_whole_keys(Req r, Dev d) { return supports_fused(r, d) && r.problem.total_k > 0 && has_whole_keys(r); }
+bool supports_whole_keys(Req r, Dev d) { return supports_fused(r, d) && r.problem.total_k > 0 && stores_dq(r, d); }
 // The queries of whole sequences of keys, two warpgroups with 128 keys each.
 bool supports_stored(Req r, Dev d) {
   return supports_fused(r, d) && r.problem.total_k > 0 && sm90::has_stored_dq(r.problem, r.constraints);
@@ -48,13 +49,12 @@ void add_portable_stats(const Problem& p, Plan& plan) {
 void push_row_stats(Req r, Dev d, Plan& p, KernelId k, int head_dim, int head_dim_v, int block_m, DqMode dq) {
   Launch& l = p.push(pass(k, head_dim, head_dim_v, 0, kPassThreads));
   l.grid = make_grid(r.problem, d, true, block_m);
-  l.ctas = l.tiles = l.grid.ctas;
-  l.dq = dq;
+  l.ctas = l.tiles = l.grid.ctas, l.dq = dq;
 }
-void push_dq_convert(Req r, Dev d, Plan& p, int head_dim, bool pdl) {
+void push_dq_convert(Req r, Dev d, Plan& p, int head_dim, bool pdl, DqMode dq) {
   Launch& l = p.push(pass(KernelId::kDqConvert90, head_dim, head_dim, 0, sm90::kDqConvertThreads, pdl));
   l.grid = make_grid(r.problem, d, true, sm90::BwdTile::kBlockM);
-  l.ctas = l.tiles = l.grid.ctas;
+  l.ctas = l.tiles = l.grid.ctas, l.dq = dq;
 }
 // The same of the portable ones, a row of a head for pass_lanes() lanes.
 void push_portable_pass(Req r, Dev d, Plan& p, KernelId k, DqMode dq, bool pdl) {
@@ -130,12 +130,16 @@ void build_fused(Req r, Dev d, Plan& p) {
   if (pool ? !sm90::has_unequal_tiles(x) : !l.dynamic) l.rotate = t.rotation();
   p.zeroes_dq = kStored && !sm90::visits_all_queries(x, {});
   l.pdl = sm90::prefers_pdl(x);
-  if (!pool && !kStored) push_dq_convert(r, d, p, size, l.pdl);
+  if (!pool && !kStored) push_dq_convert(r, d, p, size, l.pdl, kDq);
   Workspace& w = p.workspace;
   add_row_stats(x, p, sm90::BwdTile::kBlockM);
   if (kOrdered) w.dq_semaphore = w.add(4 * ((sm90::query_tiles(x) + 3) / 4 * 4));
   w.pool_words = w.add(4 * pool.words());
   w.tile_counters = w.add(l.dynamic ? kCounterBytes : 0);
+  if (kDq == DqMode::kAtomic && sm90::prefers_stream_k(x, d, l.tiles)) {
+    w.stream_k_words = w.add(4 * sm90::divided_tiles(l.tiles, l.ctas));
+    w.stream_k_sums = w.add(4 * 2 * l.ctas * t.block_n() * size);
+  }
   const int64_t dq_tiles = kStored ? 0 : pool ? pool.tiles(x) : sm90::query_tiles(x);
   w.dq_accum = w.add(4 * dq_tiles * sm90::BwdTile::kBlockM * size);
 }
@@ -319,7 +323,7 @@ Launch fused_mod_launch(Req r, Dev d, const Modifiers& m, ScoreVariant v) {
               sm90::BwdModTile::kThreads, t.smem_bytes(size), sm90::bwd_grid(x, d, kBlockN, false, dynamic), d.num_sms);
   l.dynamic = dynamic, l.variant = v, l.pdl = sm90::prefers_pdl(x);
   l.rotate = dynamic ? 0 : kBlockN / sm90::BwdModTile::kBlockM;
-  l.dq = has_whole_keys(r) ? DqMode::kStored : DqMode::kAtomic;
+  l.dq = stores_dq(r, d) ? DqMode::kStored : DqMode::kAtomic;
   return l;
 }
 void push_fused_mod(Req r, Dev d, Plan& p, const Modifiers& m, ScoreVariant v) {
@@ -334,8 +338,8 @@ void push_fused_mod(Req r, Dev d, Plan& p, const Modifiers& m, ScoreVariant v) {
   Workspace& w = p.workspace;
   add_row_stats(r.problem, p, sm90::BwdTile::kBlockM);
   w.tile_counters = w.add(l.dynamic ? kCounterBytes : 0);
-  if (l.dq == DqMode::kAtomic) {
-    push_dq_convert(r, d, p, l.head_dim, l.pdl);
+  if (!has_whole_keys(r)) {
+    push_dq_convert(r, d, p, l.head_dim, l.pdl, l.dq);
     w.dq_accum = w.add(4 * sm90::query_tiles(r.problem) * sm90::BwdTile::kBlockM * l.head_dim);
   }
   if (p.q_splits > 1) push_head_sums(r.problem, p, p.q_splits);

@@ -267,9 +267,18 @@ inline bool has_whole_keys(const Problem& p, const Constraints& c) {
   return c.short_kernels && !p.is_varlen() && p.seqlen_k <= BwdModTile::kBlockN &&
          std::max(p.head_dim, p.head_dim_v) <= 128;
 }
+// The same of packed sequences that are so short on average: each whose keys are in one block has its dQ stored, and others,
+// which only the device knows, add theirs.
+inline bool has_short_sequences(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  return c.short_kernels && p.is_varlen() && !d.batch_invariant &&
+         p.total_k <= int64_t{BwdModTile::kBlockN} * p.batch && std::max(p.head_dim, p.head_dim_v) <= 128;
+}
+inline bool stores_dq(const Problem& p, const DeviceInfo& d, const Constraints& c, bool deterministic) {
+  return has_whole_keys(p, c) || (!deterministic && has_short_sequences(p, d, c));
+}
 inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const bool splits_dq = !c.q_splits && has_few_tiles(p, d);
-  return has_whole_keys(p, c) && !c.dq_pool && !splits_dq;
+  return !c.dq_pool && !splits_dq;
 }
 
 // The same with two warpgroups that have 128 keys each.
@@ -342,6 +351,29 @@ inline bool prefers_dq_pool(const Problem& p, int size) {
   return !has_unequal_tiles(p) || (causal && size == 128 && p.seqlen_k >= 1536 && p.seqlen_k < 4096);
 }
 
+// Those of the last one to two rounds.
+constexpr int64_t divided_tiles(int64_t tiles, int64_t ctas) { return tiles % ctas + ctas; }
+// How long a backward takes whose CTAs divide the last work tiles among them (StreamK in bwd/config.cuh), where 1 is its time
+// with whole ones, of which the last ones leave multiprocessors idle. Counted in steps, of which a work tile that begins and
+// ends costs four. Not of grouped heads: CTAs then read different query heads at a time, which the L2 cache does not hold.
+// Evidence: stream-k.
+inline double time_with_stream_k(const Problem& p, const DeviceInfo& d, int64_t tiles) {
+  const int64_t ctas = d.num_sms, steps = query_tiles_per_head(p), most = int64_t{INT32_MAX} / 2;
+  if (p.num_heads != p.num_heads_k || has_unequal_tiles(p) || d.batch_invariant || ctas <= 0) return 1;
+  if (tiles <= ctas || tiles > most || tiles % ctas == 0 || steps <= 0 || steps > most / (2 * ctas)) return 1;
+  const int64_t rounds = tiles / ctas, divided = divided_tiles(tiles, ctas),
+                share = (divided * steps + ctas - 1) / ctas;
+  // A thread of the pass in front zeroes a word.
+  if (query_tiles(p) * kPassThreads < divided) return 1;
+  constexpr int64_t kEnds = 4;
+  const int64_t time = (rounds - 1) * (steps + kEnds) + share + 3 * kEnds;
+  return static_cast<double>(time) / static_cast<double>((rounds + 1) * (steps + kEnds));
+}
+// Less is not worth the memory.
+inline bool prefers_stream_k(const Problem& p, const DeviceInfo& d, int64_t tiles) {
+  return time_with_stream_k(p, d, tiles) < 0.975;
+}
+
 // A round has a tile for each CTA. All rounds that have a place have to fit the L2 cache. Evidence: dq-pool.
 inline DqPool dq_pool_of(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
@@ -350,6 +382,8 @@ inline DqPool dq_pool_of(const Problem& p, const DeviceInfo& d, const Constraint
   if (!asked && !prefers_dq_pool(p, size)) return {};
   const Grid g = make_grid(p, d, false, bwd_tile(size).block_n());
   if (g.ctas <= 0 || g.ctas > INT32_MAX || query_tiles(p) > INT32_MAX) return {};
+  // A pool gains a tenth at most.
+  if (!asked && time_with_stream_k(p, d, g.ctas) < 0.9) return {};
   const auto quotient = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
   DqPool pool;
   pool.heads_in_group = heads_in_group(false, g.head_slots, g.blocks, 1, d.num_sms);

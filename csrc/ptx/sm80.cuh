@@ -31,6 +31,12 @@ __device__ __forceinline__ int fresh_lane() {
   return x;
 }
 
+__device__ __forceinline__ uint32_t fresh_block_idx() {
+  uint32_t x;
+  asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(x));
+  return x;
+}
+
 // Copies `bytes` (0..16) from global memory and zero-fills the rest of the 16-byte destination.
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(dst), "l"(src), "r"(bytes) : "memory");

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from tests.tools.protocols import Fault, Machine, Slots
-from tests.tools.protocols_backward import backward
+from tests.tools.protocols_backward import SharedSums, backward
 from tests.tools.protocols_backward_mod import backward_mod
 from tests.tools.protocols_forward import forward, forward_mod
 from tests.tools.protocols_memory import (
@@ -101,6 +101,12 @@ def run_ring(m, rnd, *, apart):
     backward(m, items, apart, 5 if apart else 2, ctas=rnd.randint(1, 3), ring=ring)
 
 
+def run_stream_k(m, rnd, *, apart):
+    ctas = rnd.randint(1, 4)
+    sums = SharedSums(m, ctas + rnd.randint(0, ctas - 1), rnd.randint(1, 6), ctas)
+    backward(m, sums.items, apart, 5 if apart else 2, ctas=ctas, sums=sums)
+
+
 def numbered(rnd):
     return [(n, [((0, tile), ()) for tile in range(count)]) for n, count in enumerate(counts(rnd))]
 
@@ -169,6 +175,7 @@ for way in ("together", "apart"):
     for order in ("", ", in order"):
         MODELS[f"backward {way}{order}"] = model(run_backward, apart=way == "apart", ordered=bool(order))
     MODELS[f"backward {way}, in a ring"] = model(run_ring, apart=way == "apart")
+    MODELS[f"backward {way}, Stream-K"] = model(run_stream_k, apart=way == "apart")
 for name, kind in SCORE_KINDS.items():
     for head_dim, slots in ((64, 4), (128, 2)):
         ds_places = 2 if head_dim == 128 and name in TWO_PLACES_OF_DS else 3
@@ -231,6 +238,10 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
         ("backward apart, in a ring", "an item does not wait for its round", "may not be zero yet"),
         ("backward together, in a ring", "a warp waits for an item before it settles", "deadlock"),
         ("backward apart, in a ring", "a piece is loaded early", "one that leaves"),
+        ("backward together, Stream-K", "a CTA does not wait for sums", "sums"),
+        ("backward apart, Stream-K", "a CTA does not wait for sums", "sums"),
+        ("backward together, Stream-K", "sums are told before they are stored", "may not be written yet"),
+        ("backward apart, Stream-K", "sums are told before they are stored", "may not be written yet"),
         ("adds_in_turn", "the early look is relaxed", "overwrites dQ"),
         ("adds_to_many_tiles", "no __syncwarp behind the votes", "overwrites dQ"),
         ("finishes_a_round", "the vote of any lane", "may not be written yet"),
@@ -255,6 +266,7 @@ RINGS = {
     "backward apart": ("K", "V", "Q", "dO", "item"),
     "backward together, in a ring": ("K", "V", "Q", "dO", "item"),
     "backward apart, in a ring": ("K", "V", "Q", "dO", "item"),
+    "backward together, Stream-K": ("K", "V", "Q", "dO", "item"),
     "wide backward, keys": ("K", "V", "Q", "dO", "item", "weights"),
     "wide backward, queries": ("K", "V", "Q", "dO", "item"),
     "wide with modifiers, keys": ("K", "V", "Q", "dO", "item", "chunk", "marks", "weights"),

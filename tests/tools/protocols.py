@@ -9,7 +9,8 @@ A role is a generator that yields what it waits for. Clocks of what each role kn
 read or write that nothing orders behind what it needs, in whatever order the roles ran; orders drawn at
 random, with slow and fast roles, find deadlocks and phases that somebody misses. A warpgroup has two warps
 here, and chunks hold two steps. Left out are time, what is in a tile, lanes of a warp but in
-protocols_memory.py, and everything in global memory but the additions to dQ in order and in a ring.
+protocols_memory.py, and everything in global memory but the additions to dQ in order and in a ring, and the
+sums of Stream-K.
 """
 
 from __future__ import annotations

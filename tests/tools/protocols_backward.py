@@ -6,7 +6,7 @@ import itertools
 from types import SimpleNamespace
 
 from tests.tools.protocols import END, WARPS, Barrier, Cell, Slots, Turn, barriers, cells, each_item
-from tests.tools.protocols_pool import FINISHERS, Flight, convert_dq
+from tests.tools.protocols_pool import FINISHERS, Flight, Word, convert_dq
 
 ALL = 2 * WARPS  # warps of both warpgroups
 
@@ -41,12 +41,13 @@ class KeyProducers:
             yield from v.load(me, self.loaded, ("V", n))
             self.loaded += 1
 
-    def schedule_keys(self, me, loads_keys=False, ring=None):
+    def schedule_keys(self, me, loads_keys=False, others=None):
+        """`others`: what items wait for beside a place."""
         place = 0
         while (n := next(self.draw, None)) is not None:
             yield self.item.left(place)
-            if ring:
-                yield from ring.wait_for_round(n)
+            if others:
+                yield from others.wait_before(n)
             self.item.fill(me, place, n)
             if not self.items[n][1]:
                 me.arrive(self.ending)
@@ -91,10 +92,10 @@ class KeyProducers:
 
 def backward(
     m, items, apart=False, slots=2, draws=False, ordered=False, ctas=1, ring=None, makes_dq=True,
-    stores=False,
+    stores=False, sums=None,
 ):  # fmt: skip
     """bwd/produce.cuh, consume_cooperative() of bwd/consume.cuh, consume_independent() of
-    bwd/consume_independent.cuh, bwd/dq_semaphore.cuh.
+    bwd/consume_independent.cuh, bwd/dq_semaphore.cuh, bwd/stream_k.cuh.
 
     Without dQ: of few rows."""
     turns = {}  # of each tile, first that of the first block to see it: init_dq_semaphore()
@@ -105,6 +106,8 @@ def backward(
     draw = iter(range(len(items)))
     for cta in range(ctas):
         others = 3 if ordered else 1 if stores else 2
+        if sums:
+            draw = iter(sums.of_cta[cta])
         x = KeyProducers(
             m, cta, items, draw, draws or ordered or ring, slots, 2, swap=not apart, others=others
         )
@@ -113,7 +116,7 @@ def backward(
             stages = 2 if apart else 1
             dq = [Slots("dQ", 1, 1, full=ALL // stages) for _ in range(stages)]
             order = SimpleNamespace(turns=turns, dq_at=dq_at, dq=dq, stage_at=cells("stage", ALL))
-        x.role("scheduler", x.schedule_keys, True, ring)
+        x.role("scheduler", x.schedule_keys, True, ring or sums)
         x.role("Q", x.load_queries, makes_dq and (apart or not ordered))
         added = barriers(2, ALL)
         if ring:
@@ -130,12 +133,54 @@ def backward(
             x.role("dO", x.load_douts)
         adds = RingAdder(x, ring, added) if ring else None
         consume = (
-            consume_independent(x, order, adds, stores)
+            consume_independent(x, order, adds, stores, sums)
             if apart
-            else consume_cooperative(x, order, adds, makes_dq)
+            else consume_cooperative(x, order, adds, makes_dq, sums)
         )
         for group, warp in itertools.product(range(2), range(WARPS)):
             x.role(f"consumer {group}.{warp}", consume, group, warp)
+
+
+class SharedSums:
+    """Sums of dK and dV that one CTA leaves to the next (StreamK in bwd/config.cuh): the last blocks of keys,
+    more than one for each CTA and fewer than two, are divided by their steps."""
+
+    def __init__(self, m, blocks, steps, ctas):
+        self.m, self.items, self.of_cta, self.gives, self.takes = m, [], [], {}, {}
+        self.words = [Word() for _ in range(blocks)]
+        self.sums = [cells(f"sums of {block}", ALL) for block in range(blocks)]
+        share = -(-blocks * steps // ctas)
+        for begin in range(0, ctas * share, share):
+            end, own = min(begin + share, blocks * steps), []
+            for block in reversed(range(blocks)):
+                first, last = max(begin, block * steps), min(end, (block + 1) * steps)
+                if first >= last:
+                    continue
+                if last < (block + 1) * steps:
+                    self.gives[len(self.items)] = block
+                elif first > block * steps:
+                    self.takes[len(self.items)] = block
+                own.append(len(self.items))
+                self.items.append((block, [((0, at % steps), (0, 1)) for at in range(first, last)]))
+            self.of_cta.append(own)
+
+    def wait_before(self, n):
+        if n in self.takes and self.m.plant != "a CTA does not wait for sums":
+            yield self.words[self.takes[n]], ALL
+
+    def begin(self, me, who, n):
+        if n in self.takes:
+            me.read(self.sums[self.takes[n]][who], "sums")
+
+    def end(self, me, who, n):
+        if n not in self.gives:
+            return
+        early = self.m.plant == "sums are told before they are stored"
+        if early:
+            self.words[self.gives[n]].tell(me)
+        me.write(self.sums[self.gives[n]][who], "sums")
+        if not early:
+            self.words[self.gives[n]].tell(me)
 
 
 class RingAdder:
@@ -207,7 +252,7 @@ def pass_dq_semaphores(me, x, order, group):
     yield from each_item(me, x.item, use)
 
 
-def consume_cooperative(x, order, ring=None, makes_dq=True):
+def consume_cooperative(x, order, ring=None, makes_dq=True, sums=None):
     ds_stages = 2 if x.m.plant == "two places for dS" else 3
     ds_full = barriers(ds_stages, ALL)
     ds_at = [cells(f"dS {slot} of", ALL) for slot in range(ds_stages)]
@@ -269,6 +314,8 @@ def consume_cooperative(x, order, ring=None, makes_dq=True):
                     yield from settle()
                     ring.arrive(me, now.place)
                 return
+            if sums:
+                sums.begin(me, who, n)
             yield k.ready(now.items)
             yield from issue_scores(n, 0, k, v)
             form_weights(n, 0, k, v)
@@ -307,6 +354,8 @@ def consume_cooperative(x, order, ring=None, makes_dq=True):
             if order:
                 yield order.dq[0].left(now.added)
                 me.write(order.stage_at[who], "gradients")
+            if sums:
+                sums.end(me, who, n)
             me.finish(*used)
             k.let_go(me, now.items)
             now.items += 1
@@ -319,7 +368,7 @@ def consume_cooperative(x, order, ring=None, makes_dq=True):
     return body
 
 
-def consume_independent(x, order, ring=None, stores=False):
+def consume_independent(x, order, ring=None, stores=False, sums=None):
     named, meetings = barriers(2, WARPS), barriers(2, ALL)
     parts = cells("part of dQ", WARPS)
     ds_at = [[cells(f"dS {slot} of {group}", WARPS) for slot in range(2)] for group in range(2)]
@@ -365,6 +414,8 @@ def consume_independent(x, order, ring=None, stores=False):
                 if ring:
                     ring.arrive(me, now.place)
                 return
+            if sums:
+                sums.begin(me, who, n)
             yield x.k.ready(now.items)
             yield x.v.ready(now.items)
             for i, (tile, groups) in enumerate(steps):
@@ -381,6 +432,8 @@ def consume_independent(x, order, ring=None, stores=False):
             x.k.let_go(me, now.items)
             x.v.let_go(me, now.items)
             now.items += 1
+            if sums:
+                sums.end(me, who, n)
 
         yield from each_item(me, x.item, use)
 

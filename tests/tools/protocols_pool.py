@@ -114,7 +114,7 @@ class Ring:
     def items_of(self, r):
         return sum(self.round_of(head) == r for head, _ in self.items)
 
-    def wait_for_round(self, n):
+    def wait_before(self, n):
         before = self.round_of(self.items[n][0]) - self.places
         if before >= 0 and self.m.plant != "an item does not wait for its round":
             yield self.given_back[before], self.per_round

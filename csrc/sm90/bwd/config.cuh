@@ -23,6 +23,18 @@ struct DqPoolView {
   uint32_t round_heads = 0;  // key heads of a round, counted with the batch
 };
 
+// Stream-K (Osama et al., 2023, https://arxiv.org/abs/2301.03598): work tiles from `first` on, more than one for each CTA
+// and fewer than two, are divided evenly by their steps. A CTA has neighbouring steps, at least as many as a work tile has, so
+// that of a divided work tile one CTA has the first steps (kGives) and the next CTA the others (kTakes). The first one leaves
+// its sums of dK and dV in memory, and the next one begins with them instead of zeros: the bits are those of whole work tiles.
+struct StreamK {
+  uint32_t first = 0;
+  uint32_t all = 0, share = 0;  // steps of all; of a CTA, the last ones have what is left
+  Divisor steps;  // of a work tile
+  float* sums = nullptr;  // of each CTA; null: nothing is divided
+  uint32_t* words = nullptr;  // of each divided work tile, zeroed by the pass before: warps whose sums are there
+};
+
 struct BwdArgs {
   BwdParams p;
   Grid grid;
@@ -32,6 +44,7 @@ struct BwdArgs {
   int rotate;  // tiles by which a block of keys starts its walk later than the block before
   uint32_t* dq_semaphore;  // of bwd/dq_semaphore.cuh, or null
   DqPoolView pool;
+  StreamK stream_k;
 };
 
 // A work tile: a block of keys of one key head or (kByQueries) of queries of one head, as the producer leaves it to the
@@ -44,7 +57,8 @@ struct BwdWorkTile {
   int tile;           // first one of the first query head, or of its own, in the workspace
   int dq_tile;        // the same among the accumulators
   int round;          // of its head
-  int unused;
+  enum { kWhole, kGives, kTakes } share;  // what its steps are of it (StreamK)
+  uint32_t index;  // the scheduler's, whose registers are short
 };
 
 // Number in the workspace of the first tile of queries of a sequence. Packed ones have places as the slots of
@@ -88,6 +102,7 @@ struct BwdTraits {
   using Element = E;
   static constexpr bool kOrdered = kDq == DqKind::kOrdered;
   static constexpr bool kPool = kDq == DqKind::kUnordered;  // may have its accumulators in a pool
+  static constexpr bool kDivides = kDq == DqKind::kUnordered;  // may have work tiles that CTAs divide
   static constexpr bool kMakesDq = kDq != DqKind::kElsewhere, kStores = kDq == DqKind::kStored;
   // Tiles of a work tile still to load when the next one is fetched: one fetched early is kept from a CTA that is free
   // before, and additions in order want work tiles to begin in the order in which they

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "steps.cuh"
+#include "stream_k.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -70,8 +71,14 @@ __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t s
     const uint32_t k_low = uniform(first_low + k_place * kToOtherPlace);
     const uint32_t v_low = uniform(first_low + (k_place ^ 1) * kToOtherPlace);
     const uint32_t k_rows = uniform(k_low + group * ((kN - 64) * 128 / 16));
-    clear(dk);
-    clear(dv);
+    if (T::kDivides && work.share == BwdWorkTile::kTakes) {
+      const SharedSums<T> sums(a.stream_k, blockIdx.x - 1);
+      sums.template load<0>(dk);
+      sums.template load<D / 2>(dv);
+    } else {
+      clear(dk);
+      clear(dv);
+    }
     Walk<T> walk(work);
     int tile_before = 0;  // of queries, of the previous step
     const auto ds_before = [&] { return ds_ring.stage == 0 ? T::kDsStages - 1 : ds_ring.stage - 1; };
@@ -219,15 +226,26 @@ __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t s
       }
       const BwdWorkTile& now = read_again();
       const int warp_row = first_key(now) + warp * 16;
-      store_rows_staged<E, kNextChunk>(p.dv, now.w.b, now.w.k, now.w.h, dv, 1.f, r.head_dim_v, warp_row, staging, lane);
+      const bool gives = T::kDivides && now.share == BwdWorkTile::kGives;
+      if (gives) {
+        const SharedSums<T> sums(a.stream_k, blockIdx.x);
+        sums.template store<0>(dk);
+        sums.template store<D / 2>(dv);
+        tell_sums(a.stream_k, now);
+      } else {
+        store_rows_staged<E, kNextChunk>(p.dv, now.w.b, now.w.k, now.w.h, dv, 1.f, r.head_dim_v, warp_row, staging,
+                                         lane);
+      }
       if constexpr (T::kMakesDq) {
         ptx::wgmma_wait<0>();
         ptx::warpgroup_fence_operand(dq);
         arrive(bars.place_empty(k_place));
       }
       k_place ^= 1;
-      store_rows_staged<E, kNextChunk>(p.dk, now.w.b, now.w.k, now.w.h, dk, r.softmax_scale, r.head_dim, warp_row,
-                                       staging, lane);
+      if (!gives) {
+        store_rows_staged<E, kNextChunk>(p.dk, now.w.b, now.w.k, now.w.h, dk, r.softmax_scale, r.head_dim, warp_row,
+                                         staging, lane);
+      }
       if constexpr (T::kMakesDq) add_dq_before(dq);
       if (has_pool()) defer_arrive();
     } else {

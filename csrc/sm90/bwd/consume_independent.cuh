@@ -2,6 +2,7 @@
 #pragma once
 
 #include "steps.cuh"
+#include "stream_k.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -47,10 +48,18 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
     const AttnMod mod{a.p.problem, work.w.q.length, work.w.k.length};
     const int first_key = work.w.block * T::kBlockN + group * 128;
     const KeyReach reach = KeyReach::of<kM>(mod, first_key, 128);
+    if (T::kDivides && work.share == BwdWorkTile::kTakes) {
+      const SharedSums<T> sums(a.stream_k, blockIdx.x - 1);
+      sums.template load<0>(dk[0]);
+      sums.template load<D / 2>(dv[0]);
+      sums.template load<D>(dk[1]);
+      sums.template load<3 * D / 2>(dv[1]);
+    } else {
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      clear(dk[b]);
-      clear(dv[b]);
+      for (int b = 0; b < 2; ++b) {
+        clear(dk[b]);
+        clear(dv[b]);
+      }
     }
     Walk<T> walk(work);
     if (walk.left > 0) {
@@ -200,11 +209,20 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
       arrive(bars.v_empty());
     }
     const Problem& p = a.p.problem;
+    if (T::kDivides && work.share == BwdWorkTile::kGives) {
+      const SharedSums<T> sums(a.stream_k, blockIdx.x);
+      sums.template store<0>(dk[0]);
+      sums.template store<D / 2>(dv[0]);
+      sums.template store<D>(dk[1]);
+      sums.template store<3 * D / 2>(dv[1]);
+      tell_sums(a.stream_k, work);
+    } else {
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const int key = first_key + b * 64 + row;
-      store_rows<E>(a.p.dv, work.w.b, work.w.k, work.w.h, dv[b], 1.f, p.head_dim_v, key, lane);
-      store_rows<E>(a.p.dk, work.w.b, work.w.k, work.w.h, dk[b], p.softmax_scale, p.head_dim, key, lane);
+      for (int b = 0; b < 2; ++b) {
+        const int key = first_key + b * 64 + row;
+        store_rows<E>(a.p.dv, work.w.b, work.w.k, work.w.h, dv[b], 1.f, p.head_dim_v, key, lane);
+        store_rows<E>(a.p.dk, work.w.b, work.w.k, work.w.h, dk[b], p.softmax_scale, p.head_dim, key, lane);
+      }
     }
     __syncwarp();
     arrive(bars.work_empty(work_ring.stage));

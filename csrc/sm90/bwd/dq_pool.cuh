@@ -35,14 +35,17 @@ __device__ __forceinline__ void place_in_pool(const DqPoolView& pool, BwdWorkTil
   work.round = static_cast<int>(divide(tile, pool.round_tiles));
 }
 
-// Before a work tile begins, by one lane: its accumulators are free and zero.
-__device__ __forceinline__ void wait_for_round(const DqPoolView& pool, const BwdWorkTile& work) {
-  if (pool.words == nullptr || static_cast<uint32_t>(work.round) < pool.rounds) return;
-  const uint32_t* word = tiles_given_back(pool, work.round - pool.rounds);
+// What says that the accumulators of a work tile are free and zero, by the count of its round's tiles; null: they are.
+__device__ __forceinline__ const uint32_t* round_before(const DqPoolView& pool, const BwdWorkTile& work) {
+  if (pool.words == nullptr || static_cast<uint32_t>(work.round) < pool.rounds) return nullptr;
+  return tiles_given_back(pool, work.round - pool.rounds);
+}
+
+__device__ __forceinline__ void wait_for_count(const uint32_t* word, uint32_t count) {
 #if FLASH_EXT_DEBUG
   int tries = 0;
 #endif
-  while (ptx::load_acquire(word) != pool.round_tiles.divisor) {
+  while (ptx::load_acquire(word) != count) {
 #if FLASH_EXT_DEBUG
     if (++tries > 50'000'000) __trap();  // an error instead of a hang
 #endif

@@ -29,6 +29,21 @@ inline BwdArgs make_bwd_args(const BwdCall& c, const Launch& l, int block_m, int
   return a;
 }
 
+// The words that a plan has are those of work tiles that are divided.
+inline StreamK stream_k_of(const BwdCall& c, const Launch& l) {
+  const Workspace& w = c.plan.workspace;
+  if (!w.stream_k_words) return {};
+  const Problem& p = c.p.problem;
+  const int64_t divided = w.stream_k_words.bytes / 4;
+  const int64_t steps = query_tiles_per_head(p);
+  return {.first = static_cast<uint32_t>(l.tiles - divided),
+          .all = static_cast<uint32_t>(divided * steps),
+          .share = static_cast<uint32_t>((divided * steps + l.ctas - 1) / l.ctas),
+          .steps = Divisor(static_cast<uint32_t>(steps)),
+          .sums = part_of<float>(c.workspace, w.stream_k_sums),
+          .words = part_of<uint32_t>(c.workspace, w.stream_k_words)};
+}
+
 inline DqPoolView pool_of(const BwdCall& c) {
   const DqPool& r = c.plan.dq_pool;
   const Problem& p = c.p.problem;
@@ -53,6 +68,7 @@ std::string launch_bwd_as(const BwdCall& c, const Launch& l) {
   BwdMaps maps{};
   std::string error = encode_bwd_maps(maps, c.p, T::kBlockM, T::kPartRows);
   if (l.dq == DqMode::kOrdered) a.dq_semaphore = part_of<uint32_t>(c.workspace, c.plan.workspace.dq_semaphore);
+  a.stream_k = stream_k_of(c, l);
   if (l.dq == DqMode::kPool) {
     a.pool = pool_of(c);
     if (error.empty() && !c.p.dq.is_float) {
@@ -72,8 +88,11 @@ std::string launch_row_stats_and_zero(const BwdCall& c, const Launch& l) {
     zeroed = {.tiles = c.plan.dq_pool.tiles(r),
               .words = part_of<uint32_t>(c.workspace, w.pool_words),
               .num_words = static_cast<int>(c.plan.dq_pool.words())};
+  } else if (w.stream_k_words) {
+    zeroed.words = part_of<uint32_t>(c.workspace, w.stream_k_words);
+    zeroed.num_words = static_cast<int>(w.stream_k_words.bytes / 4);
   } else if (l.dq == DqMode::kStored) {
-    zeroed = {.tiles = 0, .dq_rows = c.plan.zeroes_dq};
+    zeroed = {.stored_keys = c.plan.main_launch().block_n, .dq_rows = c.plan.zeroes_dq};
   } else if (D == 64 && r.head_dim <= 32 && c.plan.main_launch().kernel == KernelId::kBwdFusedMod90) {
     zeroed.half = true;  // that kernel adds to no others
   }
@@ -88,7 +107,8 @@ std::string launch_bwd_fused(const BwdCall& c, const Launch& l) {
     if (l.kernel == KernelId::kRowStatsAndZero90) return launch_row_stats_and_zero<E, D>(c, l);
     if (l.kernel == KernelId::kDqConvert90) {
       return launch_planned(l, dq_convert_kernel<E, D>, kDqConvertThreads, 0, c.p.stream, c.hopper(), l.grid,
-                            static_cast<int>(query_tiles_per_head(c.p.problem)));
+                            static_cast<int>(query_tiles_per_head(c.p.problem)),
+                            l.dq == DqMode::kStored ? c.plan.main_launch().block_n : -1);
     }
     if constexpr (D == kStoredHeadDim) {
       if (l.dq == DqMode::kStored) return launch_bwd_as<BwdTraits<E, D, DqKind::kStored>>(c, l);

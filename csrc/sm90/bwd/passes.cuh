@@ -67,13 +67,15 @@ __device__ __forceinline__ void store_row_stats(const BwdParams& p, const QueryT
   }
 }
 
-// Accumulators that the first pass zeroes, at a compiled head_dim of 64 it may be those of the first 32 columns, words of a
-// pool, and rows of dq that nobody else may write.
+// Accumulators that the first pass zeroes, at a compiled head_dim of 64 it may be those of the first 32 columns, and words of a
+// pool or of Stream-K. Sequences with at most `stored_keys` keys have no accumulators, because their dq is stored: of them
+// it zeroes rows of dq that nobody else may write, if there are no keys or `dq_rows` says so.
 struct Zeroed {
   int64_t tiles = INT64_MAX;
   bool half = false;
   uint32_t* words = nullptr;
   int num_words = 0;
+  int stored_keys = -1;
   bool dq_rows = false;
 };
 
@@ -92,10 +94,12 @@ __global__ void __launch_bounds__(kPassThreads)
     // Whoever comes first writes the tile.
     if (init_dq_semaphore(dq_semaphore, mod, tile.index, tile.w.block)) return;
   }
-  if (zeroed.dq_rows) {
+  if (tile.w.k.length <= zeroed.stored_keys) {
+    if (!zeroed.dq_rows && tile.w.k.length > 0) return;
     const int warp_row = tile.w.block * BwdTile::kBlockM + threadIdx.x / 32 * 8;
     zero_rows(p.dq, tile.w.b, tile.w.q.start + warp_row, tile.w.h, min(8, tile.w.q.length - warp_row),
               p.problem.head_dim, threadIdx.x % 32);
+    return;
   }
   if (tile.index >= zeroed.tiles || (zeroed.half && threadIdx.x >= kPassThreads / 2)) return;
   float4* dq = reinterpret_cast<float4*>(p.dq_accum + tile.index * (64 * D));
@@ -103,13 +107,15 @@ __global__ void __launch_bounds__(kPassThreads)
   for (int i = threadIdx.x; i < 16 * D; i += kPassThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
-// dq = softmax_scale * dq_accum, in the type of dq. A warp takes the 16 rows that it has as a consumer.
+// dq = softmax_scale * dq_accum, in the type of dq, but of sequences with at most `stored_keys` keys, whose dq is there. A warp
+// takes the 16 rows that it has as a consumer.
 template <typename E, int D>
 __global__ void __launch_bounds__(kDqConvertThreads)
-    dq_convert_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head) {
+    dq_convert_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head,
+                      int stored_keys) {
   ptx::wait_for_kernel_before();
   const QueryTile tile = locate_tile(p, grid, tiles_per_head);
-  if (!tile.w.active) return;
+  if (!tile.w.active || (!tile.outside && tile.w.k.length <= stored_keys)) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float dq[D / 2];
 #pragma unroll

@@ -38,6 +38,28 @@ __device__ __forceinline__ bool fetches_in_order(const BwdArgs& a) {
   return T::kOrdered || (T::kPool && a.pool.words != nullptr);
 }
 
+// The work tile behind `present`, or the first one where `present` is below 0; where nothing is left, one that is too large.
+// Of those that a CTA has a part of the last one comes first, whose sums another CTA waits for: that one needs them for its
+// last one. CTAs wait for those before them alone, which have begun.
+__device__ __forceinline__ uint32_t next_static_tile(const StreamK& s, const TileScheduler& d, int present) {
+  const uint32_t next = present < 0 ? blockIdx.x : present + gridDim.x;
+  if (s.sums == nullptr || next < s.first) return next;
+  const uint32_t begin = ptx::fresh_block_idx() * s.share;
+  if (begin >= s.all) return d.num_work_tiles;
+  if (present < static_cast<int>(s.first)) return s.first + divide(min(begin + s.share, s.all) - 1, s.steps);
+  return (present - s.first) * s.steps.divisor > begin ? present - 1 : d.num_work_tiles;
+}
+
+// The steps of a work tile that are this CTA's. Each query head has a key head, and each tile of queries is a step.
+__device__ __forceinline__ void take_share(const StreamK& s, BwdWorkTile& work) {
+  if (s.sums == nullptr || work.index < s.first) return;
+  const int at = blockIdx.x * s.share - (work.index - s.first) * s.steps.divisor, steps = s.steps.divisor;
+  const int begin = max(at, 0), end = min(at + static_cast<int>(s.share), steps);
+  work.share = end < steps ? BwdWorkTile::kGives : begin > 0 ? BwdWorkTile::kTakes : BwdWorkTile::kWhole;
+  work.steps = end - begin;
+  work.first += work.first + begin < steps ? begin : begin - steps;
+}
+
 // First warp: decides what is next. In the kernel of bwd/kernel.cuh it loads K and V as well.
 template <typename T, typename Bars>
 __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& maps, uint32_t smem,
@@ -54,7 +76,11 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
     if (lane == 0) next = in_order ? fetch_in_order(a.scheduler) : fetch_work_tile(a.scheduler);
     return __shfl_sync(ptx::kFullWarp, next, 0);
   };
-  uint32_t index = blockIdx.x;
+  const auto next_tile = [&](int present) {
+    if constexpr (T::kDivides) return next_static_tile(a.stream_k, a.scheduler, present);
+    return present < 0 ? blockIdx.x : present + gridDim.x;
+  };
+  uint32_t index = next_tile(-1);
   if (in_order) index = fetch();
 #pragma unroll 1
   while (index < a.scheduler.num_work_tiles) {
@@ -63,9 +89,10 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
     if (w.active) {
       wait(bars.work_empty(work_ring.stage), work_ring.phase);
       debug_delay();
-      if (lane == 0) {
+      if ((T::kDivides ? ptx::fresh_lane() : lane) == 0) {
         BwdWorkTile& work = work_tiles[work_ring.stage];
         work.w = w;
+        if constexpr (T::kDivides) work.index = index;
         const int first_head = T::kByQueries ? w.h : w.h * static_cast<int>(a.grid.shared.divisor);
         work.tile = static_cast<int>(first_tile<T::kStatRows>(p, w, b, first_head, a.tiles_per_head));
         if constexpr (T::kPool) place_in_pool(a.pool, work);
@@ -81,9 +108,19 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
         const uint32_t late = rotates ? static_cast<uint32_t>(work.w.block * a.rotate) % count : 0;
         work.first = T::kOrdered ? work.blocks.end - 1 : work.blocks.begin + static_cast<int>(late);
         work.steps = static_cast<int>(T::kByQueries ? count : count * a.grid.shared.divisor);
-        if constexpr (T::kPool) wait_for_round(a.pool, work);
+        if constexpr (T::kDivides) {
+          work.share = BwdWorkTile::kWhole;
+          take_share(a.stream_k, work);
+          const uint32_t* word = round_before(a.pool, work);
+          uint32_t awaited = a.pool.round_tiles.divisor;
+          if (work.share == BwdWorkTile::kTakes) {
+            word = a.stream_k.words + (work.index - a.stream_k.first);
+            awaited = T::kConsumerWarps;
+          }
+          if (word != nullptr) wait_for_count(word, awaited);
+        }
         ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
-        if (dynamic && count == 0) ptx::mbarrier_arrive(bars.work_ending());
+        if (dynamic && work.steps == 0) ptx::mbarrier_arrive(bars.work_ending());
       }
       if constexpr (T::kSchedulerLoadsKeys) {
         __syncwarp();
@@ -91,9 +128,10 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
       }
       static_assert(T::kWorkStages % 2 == 0);  // stages then tell the phase of work_ending
       if (dynamic) wait(bars.work_ending(), work_ring.stage % 2);
+      if constexpr (T::kDivides) index = work_tiles[work_ring.stage].index;
       work_ring.advance();
     }
-    index = dynamic ? fetch() : index + gridDim.x;
+    index = dynamic ? fetch() : next_tile(static_cast<int>(index));
   }
   wait(bars.work_empty(work_ring.stage), work_ring.phase);
   if (lane == 0) {

@@ -43,7 +43,7 @@ struct BwdModArgs {
   float unit;        // raw products, or tanh, times this are scores in log2
   bool adds_to_keys;  // something by distance, or a bias that all rows share
   bool brings_bias;  // by TMA; else all rows share a bias, if there is one
-  bool stores_dq;    // has_whole_keys()
+  bool stores_dq;    // of sequences with all keys in one block; others, which packed calls may have, add it
   BiasGradient dbias;  // stored beside dS, which it is, where the plan says so; else out is null
   KeySums key_sums;
   Divisor splits;    // of the steps of a block of keys: neighbours among work tiles

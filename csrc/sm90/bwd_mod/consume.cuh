@@ -72,7 +72,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
   };
   const auto add_dq_before = [&](const float (&dq)[kDqCount]) {
     const BwdStep before = shared.steps[stage_of(steps() - 1, T::kSteps)];
-    if (a.stores_dq) {
+    if (a.stores_dq && work_of().seq.seqlen_k <= kN) {
       const BwdModWorkTile& work = work_of();
       StridedView half = a.plain.p.dq;  // this warpgroup's columns
       const int first = group_of() * 2 * kDqCount;

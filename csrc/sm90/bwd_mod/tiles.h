@@ -58,7 +58,7 @@ inline bool visits_all_tiles(const Problem& p, const Modifiers& m) {
 // Whether every tile of queries sees some key, so that a step visits it.
 inline bool visits_all_queries(const Problem& p, const Modifiers& m) {
   const bool hides = asks_any<kHidingKinds>(m) || p.window_left >= 0;
-  return !hides && (p.window_right < 0 || m.top_left || p.seqlen_q <= p.seqlen_k);
+  return !hides && (p.window_right < 0 || m.top_left || (!p.is_varlen() && p.seqlen_q <= p.seqlen_k));
 }
 
 }  // namespace flash_ext::sm90

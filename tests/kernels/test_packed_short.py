@@ -1,0 +1,100 @@
+"""Backwards of packed sequences that are short on average (stores_dq() in csrc/plan/hopper.h): each sequence
+with its keys in one block has its dq stored, others add theirs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flash_ext
+from flash_ext._ops.library import _C
+from tests.cases import Case, packed
+from tests.harness import TARGETS, Target, on_targets, run_cases
+from tests.modifier_cases import ModifierCase
+from tests.modifier_harness import for_each
+
+ROW = "sm90.bwd.whole_keys"
+SHORT = [100, 100, 64, 1, 0, 128, 17, 90]
+MIXED = [40, 300, 7, 128, 129, 0, 33, 65, 90, 11, 3]  # two are longer than a block
+
+
+def row(batch: int, total: int, **more) -> dict:
+    sizes = dict(num_heads=8, num_heads_k=8, head_dim=64, head_dim_v=64, packed=True) | more
+    return _C.plan("bwd", batch=batch, seqlen_q=total, seqlen_k=total, **sizes)
+
+
+def test_which_calls_store_dq(pretended_gpu) -> None:
+    assert row(300, 300 * 128)["row"] == ROW
+    assert row(300, 300 * 100, head_dim=128, head_dim_v=128, num_heads_k=2)["row"] == ROW
+    assert row(300, 300 * 128 + 1)["row"] == "sm90.bwd.dq_atomic"  # on average they are longer
+    assert row(300, 300 * 100, deterministic=True)["row"] == "sm90.bwd.dq_ordered"
+    assert row(300, 300 * 100, head_dim=192, head_dim_v=192)["row"] == "sm90.bwd.split"
+    with TARGETS["cpu"].pretending(batch_invariant=1).active():
+        assert row(300, 300 * 100)["row"] != ROW  # what else is packed must not choose
+
+
+def test_there_is_room_for_what_is_added(pretended_gpu) -> None:
+    """Lengths are not known: all may be in one sequence."""
+    found = row(300, 300 * 100)
+    assert found["workspace"]["dq_accum"] == 4 * 64 * 64 * 8 * (300 * 100 // 64 + 300 + 1)
+    assert [launch["dq"] for launch in found["launches"]] == ["stored"] * 3
+
+
+def cases(head_dim: int) -> list[Case]:
+    few = dict(num_heads=4, num_heads_k=2, head_dim=head_dim)
+    less = [n // 2 for n in SHORT]
+    return [
+        packed(SHORT, SHORT, **few),
+        packed(MIXED, MIXED, **few, causal=True, dtype="fp16", tail=5),
+        packed(MIXED, SHORT + [0, 5, 20], **few, dlse=True),  # queries of sequences without keys
+        packed(MIXED, less + [3, 0, 200], **few, causal=True),  # and queries that see nothing
+        packed(SHORT, MIXED[:8], **few, window=(20, 3), dtype="fp16"),
+        packed([900], [70], **few | {"num_heads": 3, "num_heads_k": 1}),
+        packed([5, 0, 3], [0, 1, 0], **few),
+        packed(SHORT * 40, SHORT * 40, **few | {"num_heads": 2}),
+    ]
+
+
+@pytest.mark.parametrize("head_dim", [24, 40, 64, 96, 128])
+@on_targets("sm90-short")
+def test_packed_short_sequences(target: Target, head_dim: int) -> None:
+    chosen = target.asking(row=ROW)
+    run_cases(cases(head_dim), chosen)
+    with chosen.active():
+        q = torch.randn(300, 4, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        cu = torch.tensor([0, 128, 256, 300], dtype=torch.int32, device="cuda")
+        flash_ext.attention_varlen(q, q, q, cu, cu, backend=chosen.choice).sum().backward()
+        assert _C.last_launch()["kernel"].startswith("bwd_mod_sm90"), _C.last_launch()
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@on_targets("sm90-short")
+def test_with_modifiers(target: Target, head_dim: int) -> None:
+    few = dict(num_heads=4, num_heads_k=2, head_dim=head_dim)
+    named = (
+        "padding",
+        "hkeys1_h",
+        "softcap30",
+        "documents",
+        "prefix",
+        "drop0.1",
+        "sinks",
+        "mask_b1qk",
+        "alibi",
+    )
+    cases = [packed(lens, lens, **few, causal=causal) for lens, causal in ((SHORT, False), (MIXED, True))]
+    for_each([ModifierCase(case, (name,)) for case in cases for name in named], target)
+
+
+@on_targets("sm90-short")
+def test_repeats_are_equal(target: Target) -> None:
+    """Where all sequences have one block nothing is added, and every gradient has the same bits."""
+    chosen = target.asking(row=ROW)
+    with chosen.active():
+        total = sum(SHORT)
+        q, k, v, dout = (torch.randn(total, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        cu = torch.tensor([0, *SHORT], device="cuda").cumsum(0).int()
+        bounds = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, backend=chosen.choice)
+        out, lse = flash_ext.forward(q, k, v, **bounds)
+        runs = [flash_ext.backward(dout, q, k, v, out, lse, **bounds) for _ in range(50)]
+        assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))

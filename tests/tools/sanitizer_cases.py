@@ -81,6 +81,31 @@ def with_pool(target: Target) -> Target:
     return target.pretending(num_sms=3).asking(dq_pool=1)
 
 
+def stream_k_cases() -> list[Case]:
+    """Backwards whose last blocks of keys with_stream_k() divides (csrc/sm90/bwd/config.cuh)."""
+    return [
+        dense(1, 1030, 200, 4, 4, 64),
+        dense(1, 1030, 200, 2, 2, 128, dtype="fp16"),
+        dense(1, 1000, 120, 4, 4, 96),
+    ]
+
+
+WHOLE_KEYS = "sm90.bwd.whole_keys"
+
+
+def with_stream_k(target: Target) -> Target:
+    return target.pretending(num_sms=3).asking(row="sm90.bwd.dq_atomic")
+
+
+def packed_short_cases() -> list[Case]:
+    """Backwards that store dq of sequences with at most 128 keys and add that of others (stores_dq())."""
+    lens = [64, 1, 0, 130, 17, 90]
+    return [
+        packed(lens, lens, num_heads=2, num_heads_k=1, head_dim=head_dim, causal=head_dim == 64, tail=3)
+        for head_dim in (40, 64, 128)
+    ]
+
+
 def few_row_cases() -> list[Case]:
     """Backwards in two kernels on_one_multiprocessor() (csrc/sm90/bwd/tiles.h)."""
     return [
@@ -445,6 +470,8 @@ def groups_of(target: Target) -> list[tuple[str, Target, list[AnyCase]]]:
     if target.path == "sm90":
         groups += [
             (", in a pool", with_pool(target), pool_cases()),
+            (", in Stream-K", with_stream_k(target), stream_k_cases()),
+            (", packed and short", TARGETS["sm90-short"].asking(row=WHOLE_KEYS), packed_short_cases()),
             (", of few rows", on_one_multiprocessor(target), few_row_cases()),
             (", in two kernels", target, two_kernel_cases()),
             (", of many keys", target, long_cases()),

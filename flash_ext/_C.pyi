@@ -63,6 +63,23 @@ def append_kv(
     k_descale: Tensor | None,
     v_descale: Tensor | None,
 ) -> None: ...
+def append_behind(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    block_table: Tensor | None,
+    entries: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+    q: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    counts: bool,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+) -> tuple[Tensor, Tensor]: ...
 def bwd(
     dout: Tensor,
     q: Tensor,
@@ -88,6 +105,7 @@ def check_fwd_cached(*arguments: Any) -> None: ...
 def check_fwd_mod(*arguments: Any) -> None: ...
 def check_bwd_mod(*arguments: Any) -> None: ...
 def check_append_kv(*arguments: Any) -> None: ...
+def check_append_behind(*arguments: Any) -> None: ...
 def check_condense(x: Tensor, block_rows: int, block_cols: int) -> None: ...
 
 class PreparedCall:

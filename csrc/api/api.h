@@ -41,6 +41,7 @@ ForwardOf<void> check_fwd, check_fwd_mod, check_fwd_cached;
 BackwardOf<void> check_bwd, check_bwd_mod;
 
 void check_append_kv(const Tensor& k_new, const Tensor& v_new, const AppendArgs& args);
+void check_append_behind(const Tensor& k_new, const Tensor& v_new, const AppendBehindArgs& args);
 void check_condense(const Tensor& x, const CallArgs& args);
 
 // Of a cache: 8 bits, e4m3 or int8.
@@ -51,8 +52,9 @@ inline bool is_quantized(const Tensor& cache) {
 // The implementation of flash_ext::fwd_cached for GPUs (api/cached.cpp).
 ForwardOf<FwdResult> fwd_cached_gpu;
 
-// The implementation of flash_ext::append_kv for GPUs (api/append.cpp).
+// The implementations of flash_ext::append_kv and flash_ext::append_behind for GPUs (api/append.cpp).
 void append_kv_gpu(const Tensor& k_new, const Tensor& v_new, const AppendArgs& args);
+AppendBehindResult append_behind_gpu(const Tensor& k_new, const Tensor& v_new, const AppendBehindArgs& args);
 
 // Those of the operators of fp8 attention (api/fp8.cpp).
 FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const Fp8CallArgs& args);

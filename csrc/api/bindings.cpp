@@ -85,9 +85,12 @@ FwdResult fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const Op
   return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
 }
 
-// And of flash_ext::append_kv.
+// And of flash_ext::append_kv and flash_ext::append_behind.
 void append_kv(const Tensor& k_new, const Tensor& v_new, const AppendArgs& a) {
   AppendOperator::call("flash_ext::append_kv", k_new, v_new, a);
+}
+AppendBehindResult append_behind(const Tensor& k_new, const Tensor& v_new, const AppendBehindArgs& a) {
+  return AppendBehindOperator::call("flash_ext::append_behind", k_new, v_new, a);
 }
 
 // ---- calls with a mask or a bias that was prepared ------------------------------------------------
@@ -176,6 +179,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("want_lse") = true);
   m.def("fwd_cached", wrap_pybind_function_no_gil(fwd_cached));
   m.def("append_kv", wrap_pybind_function_no_gil(&AppendOperator::entry<append_kv>));
+  m.def("append_behind", wrap_pybind_function_no_gil(&AppendBehindOperator::entry<append_behind>));
   m.def("bwd",
         wrap_pybind_function_no_gil(bwd<OptionalTensor, OptionalTensor, OptionalInt, OptionalInt, std::optional<double>,
                                         bool, int64_t, int64_t, bool, std::optional<std::string>>),
@@ -202,6 +206,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("fwd", wrap_pybind_function_no_gil(prepared_fwd))
       .def("bwd", wrap_pybind_function_no_gil(prepared_bwd));
   m.def("check_append_kv", wrap_pybind_function(&AppendOperator::entry<check_append_kv>));
+  m.def("check_append_behind",
+        wrap_pybind_function(&Operator<void, 2, fields::kAppendBehind>::entry<check_append_behind>));
   m.def("check_condense", wrap_pybind_function(&Operator<void, 1, fields::kCondense>::entry<check_condense>));
 
   bind_plans(m);

@@ -55,6 +55,18 @@ struct AppendArgs {
   OptionalTensor k_descale, v_descale;  // written where they are of slots
 };
 
+// Beside k_new and v_new, of the same number of tokens for each sequence, what append_behind takes.
+struct AppendBehindArgs {
+  Tensor k_cache, v_cache;  // written
+  Tensor lengths;  // (batch,) int32 or int64: keys of each sequence before the call
+  OptionalTensor block_table, entries;  // (batch, max_pages), or (batch,), int32; neither: sequence b has entry b
+  OptionalTensor cos, sin;
+  bool interleaved = false;
+  OptionalTensor q, cu_seqlens_q;  // turned into a copy
+  bool counts = false;  // rows of q have positions of their own, else that of the first
+  OptionalTensor k_descale, v_descale;  // written where they are of slots
+};
+
 // Beside q, k and v what quantize_fp8 and fwd_fp8 take.
 struct QuantizeArgs {
   OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_k;
@@ -159,6 +171,19 @@ inline constexpr std::tuple kAppend{FLASH_EXT_FIELD_OF(AppendArgs, k_cache).writ
                                     FLASH_EXT_FIELD_OF(AppendArgs, interleaved),
                                     FLASH_EXT_FIELD_OF(AppendArgs, k_descale).with_default("None").written_as('c'),
                                     FLASH_EXT_FIELD_OF(AppendArgs, v_descale).with_default("None").written_as('d')};
+inline constexpr std::tuple kAppendBehind{FLASH_EXT_FIELD_OF(AppendBehindArgs, k_cache).written_as('a'),
+                                          FLASH_EXT_FIELD_OF(AppendBehindArgs, v_cache).written_as('b'),
+                                          FLASH_EXT_FIELD_OF(AppendBehindArgs, lengths),
+                                          FLASH_EXT_FIELD_OF(AppendBehindArgs, block_table),
+                                          FLASH_EXT_FIELD_OF(AppendBehindArgs, entries),
+                                          FLASH_EXT_FIELD_OF(AppendBehindArgs, cos),
+                                          FLASH_EXT_FIELD_OF(AppendBehindArgs, sin),
+                                          FLASH_EXT_FIELD_OF(AppendBehindArgs, interleaved),
+                                          FLASH_EXT_FIELD_OF(AppendBehindArgs, q),
+                                          FLASH_EXT_FIELD_OF(AppendBehindArgs, cu_seqlens_q),
+                                          FLASH_EXT_FIELD_OF(AppendBehindArgs, counts),
+                                          FLASH_EXT_FIELD_OF(AppendBehindArgs, k_descale).written_as('c'),
+                                          FLASH_EXT_FIELD_OF(AppendBehindArgs, v_descale).written_as('d')};
 inline constexpr std::tuple kQuantize{FLASH_EXT_FIELD_OF(QuantizeArgs, cu_seqlens_q),
                                       FLASH_EXT_FIELD_OF(QuantizeArgs, cu_seqlens_k),
                                       FLASH_EXT_FIELD_OF(QuantizeArgs, seqused_k),
@@ -277,6 +302,7 @@ using FwdResult = std::tuple<Tensor, Tensor>;  // out, lse
 using BwdResult = std::tuple<Tensor, Tensor, Tensor>;  // dq, dk, dv
 using FwdModResult = std::tuple<Tensor, Tensor, Tensor>;  // out, lse, row_max
 using BwdModResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;  // dq, dk, dv, dbias, dslopes, dsinks
+using AppendBehindResult = std::tuple<Tensor, Tensor>;  // new_lengths, turned_q
 // q, k, v, their factors, and the offsets of v, of k, and of a row's scores. What is not asked for has no elements.
 using Quantized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
@@ -289,5 +315,6 @@ using QuantizeOperator = Operator<Quantized, 3, fields::kQuantize>;
 using FwdFp8Operator = Operator<FwdModResult, 3, fields::kFwdFp8>;
 using CondenseOperator = Operator<Tensor, 1, fields::kCondense>;
 using AppendOperator = Operator<void, 2, fields::kAppend>;
+using AppendBehindOperator = Operator<AppendBehindResult, 2, fields::kAppendBehind>;
 
 }  // namespace flash_ext

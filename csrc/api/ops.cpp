@@ -258,6 +258,7 @@ void implement(torch::Library& m) {
   m.impl("bwd_mod", &BwdModOperator::entry<bwd_mod_gpu>);
   m.impl("condense", &CondenseOperator::entry<condense_gpu>);
   m.impl("append_kv", &AppendOperator::entry<append_kv_gpu>);
+  m.impl("append_behind", &AppendBehindOperator::entry<append_behind_gpu>);
   m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_gpu>);
   m.impl("fwd_fp8", &FwdFp8Operator::entry<fwd_fp8_gpu>);
   m.impl("quantize_fp8", &QuantizeOperator::entry<quantize_fp8_gpu>);
@@ -309,8 +310,9 @@ void use_null_kernels_on_cpu(bool enable) {
   implement(*library);
 }
 
-// Everything but append_kv is functional: no argument is written or aliased by a result. A gradient that is not needed, and
-// lse or row_max when it is not wanted, has no elements; an lse that autograd keeps for a backward has all of them.
+// Everything but append_kv and append_behind is functional: no argument is written or aliased by a result. A gradient that
+// is not needed, lse or row_max when it is not wanted, and turned_q without q, has no elements; an lse that autograd keeps
+// for a backward has all of them.
 TORCH_LIBRARY(flash_ext, m) {
   const Names kQkv = {"q", "k", "v"}, kBackward = {"dout", "q", "k", "v", "out", "lse"};
   const auto define = [&](const std::string& schema) { m.def(schema.c_str(), {at::Tag::pt2_compliant_tag}); };
@@ -324,6 +326,7 @@ TORCH_LIBRARY(flash_ext, m) {
       "quantize_fp8", kQkv,
       {"q8", "k8", "v8", "q_descale", "k_descale", "v_descale", "v_offset", "k_offset", "row_offset"}));
   define(AppendOperator::schema("append_kv", {"k_new", "v_new"}, {}));
+  define(AppendBehindOperator::schema("append_behind", {"k_new", "v_new"}, {"new_lengths", "turned_q"}));
   define(CondenseOperator::schema("condense", {"x"}, {""}));
 }
 

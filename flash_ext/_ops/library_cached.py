@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._cpu import cached
+from .._cpu import behind, cached
 from .library import _C, fake_results, is_built
 from .modifiers import Modifiers
 from .spec import AttnSpec
@@ -107,6 +107,20 @@ def _with_descales(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*arguments, *(None,) * (11 - len(arguments)))
 
 
+def cpu_append_behind(*arguments: Any) -> tuple[Tensor, Tensor]:
+    _C.check_append_behind(*arguments)
+    k_new, v_new, k_cache, v_cache, lengths, block_table, entries, *others = arguments
+    ends = behind.Ends(lengths, block_table, entries)
+    return behind.append(k_new, v_new, k_cache, v_cache, ends, *others)
+
+
+def fake_append_behind(*arguments: Any) -> tuple[Tensor, Tensor]:
+    _C.check_append_behind(*arguments)
+    k_new, q = arguments[0], arguments[10]
+    new_lengths = k_new.new_empty(k_new.shape[0], dtype=torch.int32)
+    return new_lengths, k_new.new_empty(0) if q is None else q.new_empty(q.shape)
+
+
 def _refuse_vmap(*_: Any) -> Any:
     raise NotImplementedError("vmap over attention with a cache is not implemented; call in a loop.")
 
@@ -118,4 +132,7 @@ if is_built:
     torch.library.register_vmap("flash_ext::fwd_cached", _refuse_vmap, lib=_library)
     _library.impl("append_kv", cpu_append_kv, "CPU")
     torch.library.register_fake("flash_ext::append_kv", fake_append_kv, lib=_library)
+    _library.impl("append_behind", cpu_append_behind, "CPU")
+    torch.library.register_fake("flash_ext::append_behind", fake_append_behind, lib=_library)
+    torch.library.register_vmap("flash_ext::append_behind", _refuse_vmap, lib=_library)
     register_flop_formula(torch.ops.flash_ext.fwd_cached, get_raw=True)(flops_fwd_cached)

@@ -74,6 +74,10 @@ OPERATOR_SCHEMAS = {
     "append_kv": "flash_ext::append_kv(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, "
     "Tensor(c!)? k_descale=None, Tensor(d!)? v_descale=None) -> ()",
+    "append_behind": "flash_ext::append_behind(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, "
+    "Tensor(b!) v_cache, Tensor lengths, Tensor? block_table, Tensor? entries, Tensor? cos, Tensor? sin, "
+    "bool interleaved, Tensor? q, Tensor? cu_seqlens_q, bool counts, Tensor(c!)? k_descale, "
+    "Tensor(d!)? v_descale) -> (Tensor new_lengths, Tensor turned_q)",
     "condense": "flash_ext::condense(Tensor x, SymInt block_rows=0, SymInt block_cols=0) -> Tensor",
 }
 # New parameters may only be added at the end or as keywords, with defaults; anything else breaks a caller.

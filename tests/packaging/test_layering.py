@@ -48,7 +48,7 @@ INCLUDES = [
     ("run.cpp", ("call.h", "dense_cache.h", "gqa_splits.h", "sm80/instances.h", "sm90/instances.h")),
     (r"api/sdpa_(masked|replaced)", ("api/sdpa.h", "api/sdpa_replaced.h")),
     ("api/sdpa.cpp", ("api/sdpa_replaced.h",)),
-    ("api/append.cpp", ("append_kv.h", "api/api.h", "api/tangents.h", "api/tensors.h")),
+    ("api/append.cpp", ("append_kv.h", "api/api.h", "api/checks.h", "api/tangents.h", "api/tensors.h")),
     ("bias_rows.h", ("modifiers.h",)),
     ("api/fp8.cpp", ("api/api.h", "api/tensors.h", "passes/rounding_loss.h", "quantize_fp8.h")),
     ("api/", ("api/api.h", "api/call_args.h", "api/checks.h", "api/plans.h", "api/prepared.h",

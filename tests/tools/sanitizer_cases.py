@@ -362,6 +362,22 @@ def run_cached(case: CacheCase, target: Target, from_host: bool = False) -> None
             given = (of_k, of_v) if factors == "slots" else (None, None)
             flash_ext.serving.append_kv(k_new, v_new, k8, v8, slots, rotary, *given)
     flash_ext.serving.append_kv(k_new, v_new, k, v, slots, rotary)
+    # The same slots behind the keys of two sequences on the last page; full ones; entries that are not there.
+    pairs = [x[:4].unflatten(0, (2, 2)) for x in (k_new, v_new)]
+    factors = (cos, sin) if case.rotary else (None, None)
+    rows = exact(torch.randn(2, 3, 8, case.head_dim, device=made_on).to(torch.bfloat16), target.device)
+    size, last = case.page_size, torch.full((2, 1), k.shape[0] - 1, dtype=torch.int32, device=made_on)
+    for at, pages, entries in (
+        ([size - 4, size - 2], last, None),
+        ([size, size - 2], None, None),
+        ([-9, size], None, torch.tensor([-1, k.shape[0]], dtype=torch.int32, device=made_on)),
+    ):
+        of_two = [torch.tensor(at, device=made_on), pages, entries]
+        of_two = [exact(x, target.device) for x in of_two]
+        _, turned = torch.ops.flash_ext.append_behind.default(
+            *pairs, k, v, *of_two, *factors, True, rows if case.rotary else None, None, True, None, None
+        )
+        assert not turned.isnan().any(), f"{case}: a turned query holds NaN"
     assert not k.view(-1, *k.shape[2:])[slots[1:]].isnan().any()
 
 

@@ -2,9 +2,8 @@
 
 The kernels are left out, everything else is done: argument parsing, dispatch, checks, choice of the path,
 allocation of results. On a machine without a GPU the GPU implementation runs on CPU tensors, which differs in
-the allocator and in the stream look-up only, and for calls that append inside in torch's own operators, which
-are not left out. Numbers are minima over repeats, in microseconds, single thread; "empty op" is
-``torch.empty(0)``, the least that a call into PyTorch costs.
+the allocator and in the stream look-up only. Numbers are minima over repeats, in microseconds, single thread;
+"empty op" is ``torch.empty(0)``, the least that a call into PyTorch costs.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ READERS = (
     (_attention, "check_bounds"),
     (dispatch_cached, "check_values"),
     (serving, "_check_lengths"),
-    (serving, "check_slots_of_one"),
+    (serving, "check_new_places"),
 )
 
 
@@ -69,9 +68,11 @@ def serving_calls(device: str) -> dict[str, Timed]:
     ).unbind()
     q = k_cache.new_empty(batch, 32, 128)
     new = k_cache.new_zeros(batch, 8, 128)
+    row = new.unsqueeze(1)
     numbers = torch.arange(batch * pages, dtype=torch.int32, device=device)
     cu_seqlens, table = numbers[: batch + 1].clone(), numbers.view(batch, pages)
     lengths, slots = torch.full_like(numbers[:batch], 100), numbers[:batch].long()
+    cos, sin = torch.ones(2, pages * page_size, 64, device=device).unbind()
     key_mask = masks.KeyMask(torch.ones(batch, pages * page_size, dtype=torch.bool, device=device))
     over_pages = dict(max_seqlen_q=1, seqused_k=lengths, block_table=table, causal=True)
     entries = (q.unsqueeze(1), k_cache, v_cache)
@@ -101,7 +102,8 @@ def serving_calls(device: str) -> dict[str, Timed]:
             ),
             "flash_attn_with_kvcache": with_kvcache,
             "flash_attn_with_kvcache with lse": lambda: with_kvcache(return_softmax_lse=True),
-            "flash_attn_with_kvcache with k and v": lambda: with_kvcache(new.unsqueeze(1), new.unsqueeze(1)),
+            "flash_attn_with_kvcache with k and v": lambda: with_kvcache(row, row),
+            "the same with rotary factors": lambda: with_kvcache(row, row, rotary_cos=cos, rotary_sin=sin),
             "append_kv": lambda: serving.append_kv(new, new, k_cache, v_cache, slots),
         }.items()
     }

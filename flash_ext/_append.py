@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._count import counting, tally
+from ._cpu.behind import Ends
 from ._log import logged
 from ._ops.dispatch import explain_tensors
 from ._ops.dispatch_cached import CHECKS_DEVICE
@@ -104,6 +105,49 @@ def append_kv(
         raise
 
 
+def append_behind(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ends: Ends,
+    factors: tuple[Tensor, Tensor] | None,
+    interleaved: bool,
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    counts: bool,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Writes as many new tokens for each sequence behind the keys that it has, in one kernel.
+
+    k_new, v_new: (batch, new_tokens, h_k, d). factors: cos and sin, by which k_new and q are turned, these
+    from the length of their sequence on or, unless ``counts``, by that alone.
+
+    Returns:
+        q, turned where there are factors, and how many keys there are then, (batch,) int32.
+    """
+    if counting:
+        tally("append_kv")
+    cos, sin = (None, None) if factors is None else factors
+    compiling = torch.compiler.is_compiling()
+    if compiling:  # which takes an argument that may be written for one that is, and this may be expanded
+        k_descale, v_descale = (None if x is None else x.clone() for x in (k_descale, v_descale))
+    append = torch.ops.flash_ext.append_behind.default if compiling else _C.append_behind
+    try:
+        lengths, turned_q = append(
+            k_new, v_new, k_cache, v_cache, *ends, cos, sin, interleaved, None if factors is None else q,
+            cu_seqlens_q, counts, k_descale, v_descale,
+        )  # fmt: skip
+    except (TypeError, RuntimeError, AttributeError):
+        if not compiling:
+            explain_tensors(k_new=k_new, v_new=v_new, k_cache=k_cache, v_cache=v_cache, q=q)
+            explain_tensors(True, cos=cos, sin=sin, cu_seqlens_q=cu_seqlens_q)
+            explain_tensors(True, **ends._asdict(), k_descale=k_descale, v_descale=v_descale)
+        raise
+    return q if factors is None else turned_q, lengths
+
+
 def _check_slots(slots: Tensor, cache: Tensor) -> None:
     if torch.compiler.is_compiling() or type(slots) is not Tensor or torch._C._len_torch_dispatch_stack():
         return
@@ -111,6 +155,15 @@ def _check_slots(slots: Tensor, cache: Tensor) -> None:
         return  # refused in words by the operator
     if slots.is_cuda and torch.cuda.is_current_stream_capturing():
         return
+    check_slots(slots, cache)
+
+
+def check_slots(slots: Tensor, cache: Tensor) -> None:
+    """Refuses ``slots`` that are neither of the cache nor -1; reads them.
+
+    Raises:
+        ValueError: there is such a slot.
+    """
     room = cache.shape[0] * cache.shape[1]
     wrong = slots[(slots < -1) | (slots >= room)]
     if wrong.numel():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ._append import check_slots
+from ._cpu.behind import Ends, has_earlier_owner
 from ._ops.dispatch_cached import may_read
 
 
@@ -15,21 +17,38 @@ def with_one_owner(entries: Tensor, exists: Tensor) -> Tensor:
     Raises:
         ValueError: there are such sequences, where values may be read.
     """
-    earlier = ((entries[:, None] == entries) & exists).tril(-1).any(1) & exists
+    earlier = has_earlier_owner(entries, exists)
     if may_read(earlier) and bool(earlier.any()):
         twice = int(entries[earlier][0])
         raise ValueError(f"cache_batch_idx must not name entry {twice} for two sequences to append to it.")
     return exists & ~earlier
 
 
+def check_new_places(ends: Ends, k_new: Tensor, cache: Tensor) -> None:
+    """Refuses an entry for two sequences, a slot for two new keys and one that is not there.
+
+    Nothing is looked at where values may not be read: the kernel then gives an entry to its first sequence,
+    and leaves out what has no place.
+
+    Raises:
+        ValueError: there are such places.
+    """
+    if not may_read(ends.lengths):
+        return
+    count = k_new.shape[1]
+    if ends.entries is not None and count > 0:
+        with_one_owner(ends.entries, (ends.entries >= 0) & (ends.entries < cache.shape[0]))
+    slots = ends.slots(count, cache)[0]
+    check_slots_of_one(slots, cache.shape[1])
+    check_slots(slots.flatten(), cache)
+
+
 def check_slots_of_one(slots: Tensor, page_size: int) -> None:
-    """Refuses ``slots`` (batch, tokens) that name a place twice, where values may be read; -1 is none.
+    """Refuses ``slots`` (batch, tokens) that name a place twice; -1 is none.
 
     Raises:
         ValueError: there are two such tokens.
     """
-    if not may_read(slots):
-        return
     order = slots.flatten().sort(stable=True)
     again = (order.values.diff() == 0) & (order.values[1:] >= 0)
     if bool(again.any()):

@@ -38,19 +38,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._append import Rotary, append_kv
+from ._append import Rotary, append_behind, append_kv
 from ._attention import AuxRequest, attention_varlen
 from ._batch_invariance import is_batch_invariant, set_batch_invariant
 from ._count import counting, tally
+from ._cpu.behind import Ends
 from ._cpu.cached import BYTES
-from ._cpu.rotary import turned
 from ._latents import flash_mla_with_kvcache, get_mla_metadata
 from ._log import logged
 from ._masks.biases import ALiBi
 from ._masks.token_tree import TokenTree
 from ._masks.value import Mask
 from ._ops.dispatch_cached import check_of_heads, may_read, run_cached
-from ._owners import check_slots_of_one, with_one_owner
+from ._owners import check_new_places
 from ._shared_prefix import attention_shared_prefix
 
 __all__ = [
@@ -276,45 +276,47 @@ def flash_attn_with_kvcache(
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     q, descales = _descales(q, k_cache, cu_seqlens_q, out, q_descale, k_descale, v_descale)
     _check_out(out, q, v_cache)
-    table = page_table
+    appends = k is not None or v is not None or rotary_cos is not None or rotary_sin is not None
+    table, entries = page_table, None
     if cache_batch_idx is not None:
         _check_numbers("cache_batch_idx", cache_batch_idx, batch, q)
-        entry = cache_batch_idx[:, None].int()
-        exists = (entry >= 0) & (entry < k_cache.shape[0])
-        if k is not None and k.shape[1] > 0:
-            exists = with_one_owner(entry[:, 0], exists[:, 0])[:, None]
-        table = entry.where(exists, -1)
+        entries = cache_batch_idx.int()
+        table = entries[:, None]
     lengths = cache_seqlens
     if isinstance(lengths, Tensor):
         _check_numbers("cache_seqlens", lengths, batch, q)
-        if lengths.dtype == torch.int64:
+        if lengths.dtype == torch.int64 and not appends:
             lengths = lengths.int()
     elif isinstance(lengths, int):
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
     elif lengths is None and table is not None:
         room = table.shape[1] * k_cache.shape[1]
         lengths = torch.full((batch,), room, dtype=torch.int32, device=q.device)
-    if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
-        with torch.no_grad():
-            if k is None or v is None or not isinstance(lengths, Tensor) or cache_seqlens is None:
-                raise ValueError("k, v and cache_seqlens must be given together to append to the cache.")
-            if (rotary_cos is None) != (rotary_sin is None):
-                raise ValueError("rotary_cos and rotary_sin must be given together.")
-            factors = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin)
-            room = k_cache.shape[1] * (1 if table is None else table.shape[1])
-            if factors is not None and factors[0].shape[0] < room:
-                rows = factors[0].shape[0]
-                raise ValueError(f"rotary_cos must have a row for each of {room} positions, got {rows}.")
-            if q.is_cpu and type(lengths) is Tensor and not torch.compiler.is_compiling():
-                _check_lengths(lengths, room)
-            counts = causal or window != (-1, -1) or mask is not None
-            if factors is not None:
-                q = _turned_queries(q, cu_seqlens_q, lengths, counts, factors, rotary_interleaved)
-            lengths = _append(
-                k_cache, v_cache, k, v, lengths, table, factors, rotary_interleaved, k_descale, v_descale
-            )
-    if cache_batch_idx is not None and isinstance(lengths, Tensor) and table is not None:
-        lengths = lengths.where(table[:, 0] >= 0, 0)  # not the keys of another sequence
+    if appends:
+        if k is None or v is None or not isinstance(lengths, Tensor) or cache_seqlens is None:
+            raise ValueError("k, v and cache_seqlens must be given together to append to the cache.")
+        if (rotary_cos is None) != (rotary_sin is None):
+            raise ValueError("rotary_cos and rotary_sin must be given together.")
+        factors = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin)
+        room = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+        if factors is not None and factors[0].shape[0] < room:
+            rows = factors[0].shape[0]
+            raise ValueError(f"rotary_cos must have a row for each of {room} positions, got {rows}.")
+        if q.is_cpu and type(lengths) is Tensor and not torch.compiler.is_compiling():
+            _check_lengths(lengths, room)
+        counts = causal or window != (-1, -1) or mask is not None
+        given = (
+            k_cache, v_cache, k, v, Ends(lengths, page_table, entries), factors, rotary_interleaved, q,
+            cu_seqlens_q, bool(counts), k_descale, v_descale,
+        )  # fmt: skip
+        if torch.is_grad_enabled():
+            with torch.no_grad():  # factors of 8 bits may ask for a gradient
+                q, lengths = _append(*given)
+        else:
+            q, lengths = _append(*given)
+    elif entries is not None and isinstance(lengths, Tensor):
+        exists = (entries >= 0) & (entries < k_cache.shape[0])
+        lengths = lengths.where(exists, 0)  # not the keys of another sequence
     found, lse = run_cached(
         q, k_cache, v_cache, cu_seqlens_q, None, lengths, table, max_seqlen_q, None, softmax_scale,
         causal, window, _backend(num_splits, q, scheduler_metadata), return_softmax_lse, alibi_slopes,
@@ -492,58 +494,29 @@ def _append(
     v_cache: Tensor,
     k: Tensor,
     v: Tensor,
-    lengths: Tensor,
-    table: Tensor | None,
+    ends: Ends,
     factors: tuple[Tensor, Tensor] | None,
     interleaved: bool,
-    *descales: Tensor | None,
-) -> Tensor:
-    """Writes k and v behind the keys that there are; returns how many there are then."""
-    batch, count = k.shape[:2]
-    page_size = k_cache.shape[1]
-    room = page_size if table is None else table.shape[1] * page_size
-    first = lengths.long().clamp(0, room)
-    positions = first[:, None]
-    if count != 1:
-        positions = positions + torch.arange(count, device=k.device)
-    inside = positions.clamp(max=max(room - 1, 0))
-    number = inside // page_size  # of the page in its sequence
-    if table is None:
-        page = torch.arange(batch, device=k.device)[:, None]
-    else:
-        page = table.gather(1, number).long() if room else positions
-    outside = (positions >= room) | (page < 0)
-    slots = torch.add(inside, page - number, alpha=page_size).masked_fill_(outside, -1)
-    check_slots_of_one(slots, page_size)
-    rotary = None
-    if factors is not None:
-        rotary = Rotary(*factors, positions.flatten(), interleaved)
-    of_tokens: tuple[Tensor | None, ...] = (None, None)
-    if k_cache.dtype in BYTES:
-        of_tokens = tuple(None if x is None else x.repeat_interleave(count, 0) for x in descales)
-    append_kv(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots.flatten(), rotary, *of_tokens)
-    return (first + count).clamp(max=room).to(torch.int32)
-
-
-def _turned_queries(
     q: Tensor,
     cu_seqlens_q: Tensor | None,
-    lengths: Tensor,
     counts: bool,
-    factors: tuple[Tensor, Tensor],
-    interleaved: bool,
-) -> Tensor:
-    """q turned by its positions, which count from the length of its sequence where ``counts``."""
-    if cu_seqlens_q is None:
-        steps = torch.arange(q.shape[1], device=q.device) * counts
-        positions = lengths.long()[:, None] + steps
-    else:
-        row = torch.arange(q.shape[0], device=q.device)
-        b = torch.searchsorted(cu_seqlens_q[1:].long(), row, right=True).clamp(max=lengths.shape[0] - 1)
-        positions = lengths.long()[b] + (row - cu_seqlens_q.long()[b]) * counts
-    positions = positions.clamp(0, factors[0].shape[0] - 1)
-    cos, sin = (t.float()[positions][..., None, :] for t in factors)
-    return turned(q, cos, sin, interleaved)
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Writes k and v behind the keys that there are; returns q, turned, and how many there are then."""
+    check_new_places(ends, k, k_cache)
+    if k_cache.dtype not in BYTES:
+        k_descale = v_descale = None  # ones
+    if factors is not None:
+        q = _with_unit_stride(q)
+    return append_behind(
+        _with_unit_stride(k), _with_unit_stride(v), k_cache, v_cache, ends, factors, interleaved, q,
+        cu_seqlens_q, counts, k_descale, v_descale,
+    )  # fmt: skip
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def __dir__() -> list[str]:

@@ -333,7 +333,7 @@ def add_sinks(
 
 def may_read(t: Tensor) -> bool:
     """Whether values of ``t`` may be looked at: on the CPU, and where FLASH_EXT_CHECK asks for it."""
-    if type(t) is not Tensor or torch._C._len_torch_dispatch_stack() or _is_compiling():
+    if _is_compiling() or type(t) is not Tensor or torch._C._len_torch_dispatch_stack():
         return False
     return t.is_cpu or (CHECKS_DEVICE and not torch.cuda.is_current_stream_capturing())
 

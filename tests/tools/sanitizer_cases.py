@@ -368,7 +368,7 @@ def run_cached(case: CacheCase, target: Target, from_host: bool = False) -> None
     rows = exact(torch.randn(2, 3, 8, case.head_dim, device=made_on).to(torch.bfloat16), target.device)
     size, last = case.page_size, torch.full((2, 1), k.shape[0] - 1, dtype=torch.int32, device=made_on)
     for at, pages, entries in (
-        ([size - 4, size - 2], last, None),
+        ([max(size - 4, 0), max(size - 2, 1)], last, None),
         ([size, size - 2], None, None),
         ([-9, size], None, torch.tensor([-1, k.shape[0]], dtype=torch.int32, device=made_on)),
     ):

@@ -27,6 +27,9 @@ from tests.inputs import Inputs
 # fp32 flush-to-zero threshold where bf16 itself would reach further down.
 UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 UNDERFLOW = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126}
+# A mean of two numbers below the normal range lies half-way between two others every second time. Rounding it
+# weighs 0.71 units of that error in the mean, any other one 0.58.
+HALF_WAY = 1.25
 # A weight of the backward is an fp32 exponential that comes out as 0 below 2^-126 (ex2.approx.ftz). What is
 # lost lies anywhere in [0, 2^-126), so it enters dS times |dP - delta| and dv times |dout|. An error spread
 # evenly over [0, a) has the root mean square 0.58 a, one of rounding to nearest 0.43 u: to weigh the same in
@@ -99,7 +102,7 @@ def compute_truth(inputs: Inputs, backward: bool) -> Truth:
     out_var = (
         u**2 * (square(out) + square(p) @ square(v))
         + square(tilt) * (p @ square(v))
-        + floor**2 * (1 + seen @ square(v))
+        + floor**2 * (HALF_WAY**2 + seen @ square(v))
     )
     value = {"out": out, "lse": lse}
     noise = {

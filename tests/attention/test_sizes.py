@@ -373,6 +373,11 @@ class Numbers:
         counter = 16 if draws or ordered else 0
         return 4 * tiles * block * (2 + self.padded_head_dim()) + turns + counter
 
+    def bytes_of_stream_k(self, direction: str, plan: dict) -> int:
+        """Of dk and dv, a place of each CTA, and a word of each block of keys that is divided."""
+        words = self.tiles(direction, plan) % 132 + 132
+        return 4 * words + 132 * 2 * 4 * plan["block_n"] * self.padded_head_dim()
+
     def saves_rounds(self, block: int) -> bool:
         """Whether 132 multiprocessors are through sooner where short last tiles of queries are drawn."""
         (whole, rows), heads = divmod(self.rows_q, block), self.batch * self.heads
@@ -403,13 +408,16 @@ class Numbers:
 def test_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: str) -> None:
     """Grid and workspace of random shapes up to 2^40 rows, which no 32-bit product survives."""
     rng = random.Random(seed)
-    refused = divided = split = rings = twos = shared = packed = 0
+    refused = divided = split = rings = twos = shared = packed = shares = 0
     few_tiles = [Numbers(3, rows, 65536, 2, 2, 56, 40, False, causal, False)
                  for rows in (128, 129, 1000) for causal in (False, True)]  # fmt: skip
+    few_rounds = [Numbers(batch, rows, 8192, 5, 5, dim, 64, False, False, False)
+                  for batch in (1, 2) for rows in (2**13, 2**29 - 64) for dim in (40, 64, 128)]  # fmt: skip
+    chosen = [(call, "fwd") for call in few_tiles] + [(call, "bwd") for call in few_rounds]
     for i in range(20_000):
         call, direction = Numbers.drawn(rng, unit=8 if path == "sm90" else 1), rng.choice(("fwd", "bwd"))
-        if i < len(few_tiles):
-            call, direction = few_tiles[i], "fwd"
+        if i < len(chosen):
+            call, direction = chosen[i]
         if not call.can_be_counted():
             continue
         plan = call.plan(direction, path)
@@ -446,12 +454,14 @@ def test_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: 
             kind = plan["kernel"].rsplit("_", 1)[1]
             wanted = run.workspace_sm90(direction, plan["block_m"], kind)
             twos += kind == "dkdv"
+            if "stream_k_sums" in plan["workspace"]:
+                wanted, shares = wanted + run.bytes_of_stream_k(direction, plan), shares + 1
             if kind == "pool":
                 wanted, rings = run.workspace_of_pool(plan["block_m"], plan["block_n"]), rings + 1
             assert workspace == wanted, call
             assert plan["grid"] == min(ctas, 132), call
     assert 100 < refused < 15_000 and divided > 20 and split > 20
-    assert (rings > 4) == (twos > 4) == (shared > 4) == (packed > 4) == (path == "sm90")
+    assert all((n > 4) == (path == "sm90") for n in (rings, twos, shared, packed, shares))
 
 
 # ---- grids ----

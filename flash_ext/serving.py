@@ -305,15 +305,18 @@ def flash_attn_with_kvcache(
         if q.is_cpu and type(lengths) is Tensor and not torch.compiler.is_compiling():
             _check_lengths(lengths, room)
         counts = causal or window != (-1, -1) or mask is not None
+        ends = Ends(lengths, page_table, entries)
+        check_new_places(ends, k, k_cache)
         given = (
-            k_cache, v_cache, k, v, Ends(lengths, page_table, entries), factors, rotary_interleaved, q,
-            cu_seqlens_q, bool(counts), k_descale, v_descale,
+            _with_unit_stride(k), _with_unit_stride(v), k_cache, v_cache, ends, factors, rotary_interleaved,
+            q if factors is None else _with_unit_stride(q), cu_seqlens_q, bool(counts),
+            *((k_descale, v_descale) if k_cache.dtype in BYTES else (None, None)),
         )  # fmt: skip
         if torch.is_grad_enabled():
             with torch.no_grad():  # factors of 8 bits may ask for a gradient
-                q, lengths = _append(*given)
+                q, lengths = append_behind(*given)
         else:
-            q, lengths = _append(*given)
+            q, lengths = append_behind(*given)
     elif entries is not None and isinstance(lengths, Tensor):
         exists = (entries >= 0) & (entries < k_cache.shape[0])
         lengths = lengths.where(exists, 0)  # not the keys of another sequence
@@ -487,32 +490,6 @@ def _result(found: Tensor, lse: Tensor | None, out: Tensor | None, wants_lse: bo
         return found
     assert lse is not None
     return found, lse
-
-
-def _append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends: Ends,
-    factors: tuple[Tensor, Tensor] | None,
-    interleaved: bool,
-    q: Tensor,
-    cu_seqlens_q: Tensor | None,
-    counts: bool,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Writes k and v behind the keys that there are; returns q, turned, and how many there are then."""
-    check_new_places(ends, k, k_cache)
-    if k_cache.dtype not in BYTES:
-        k_descale = v_descale = None  # ones
-    if factors is not None:
-        q = _with_unit_stride(q)
-    return append_behind(
-        _with_unit_stride(k), _with_unit_stride(v), k_cache, v_cache, ends, factors, interleaved, q,
-        cu_seqlens_q, counts, k_descale, v_descale,
-    )  # fmt: skip
 
 
 def _with_unit_stride(x: Tensor) -> Tensor:

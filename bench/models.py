@@ -55,6 +55,7 @@ def _vision() -> list[ModelRow]:
         ModelRow("sdxl-self-1024", "SDXL, 1024 pixels", 4, 1024, 20, 64),
         ModelRow("sdxl-cross-4096", "SDXL, 1024 pixels", 4, 4096, 10, 64, seqlen_k=77),
         ModelRow("sdxl-cross-1024", "SDXL, 1024 pixels", 4, 1024, 20, 64, seqlen_k=77),
+        ModelRow("qwen2.5-vl-windows", "Qwen2.5-VL, windows", 4, 4096, 16, 80, documents=256, even=True),
         ModelRow("flux-4608", "Flux, 1024 pixels and 512 words", 1, 4608, 24, 128),
         ModelRow("video-32k", "HunyuanVideo", 1, 32768, 24, 128),
     ]

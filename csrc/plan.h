@@ -53,6 +53,7 @@ enum class Evidence : uint8_t {
   kShort,
   kSplitKv,
   kGrid,
+  kM64,
   kM192,
   kMaskedM192,
   kMaskedVariants,
@@ -122,8 +123,8 @@ enum class KernelId : uint8_t {
 };
 
 // How a backward over keys gives its part of dq: added to memory in any order or in a fixed one, added in the L2 cache,
-// stored because it is all there is, or made by a kernel of its own.
-enum class DqMode : uint8_t { kNone, kAtomic, kOrdered, kPool, kStored, kElsewhere };
+// stored because it is all there is, made by a kernel of its own, or added in any order by CTAs that divide work tiles.
+enum class DqMode : uint8_t { kNone, kAtomic, kOrdered, kPool, kStored, kElsewhere, kDivided };
 
 // What a kernel with modifiers is compiled for. A kernel has those that it needs.
 enum class ScoreVariant : uint8_t {
@@ -158,6 +159,7 @@ struct Launch {
   bool dynamic = false;  // tiles are fetched from a counter, else tile i goes to CTA i modulo their number
   bool pdl = false;  // programmatic launch: begins before the kernel in front of it has ended
   Grid grid;  // the order of work tiles; not of passes, short and split-KV kernels
+  int unit_heads = 1;  // Hopper forward of packed sequences: query heads of a tile that are given out together
   int rotate = 0;  // Hopper: tiles by which a block of keys starts its walk later than the block before
   int bias_rows = 0;  // Hopper, forwards: of a tile of bias that TMA brings; 0: there is none
   RowRange rows;  // of forwards over a cache: which sequences
@@ -179,7 +181,7 @@ struct Workspace {
   Part pool_words;  // L2 dq pool: what CTAs tell each other
   Part dq_accum;  // fp32
   Part dk_partials, dv_partials;  // fp32, of each GQA or query split
-  Part stream_k_sums, stream_k_words;  // of work tiles that two CTAs divide: fp32, and a word for each
+  Part stream_k_sums, stream_k_words;  // DqMode::kDivided: fp32, and a word for each work tile that two CTAs divide
   Part dbias_partials, dslopes_partials;  // fp32, where what is summed over is divided
   Part bias_rows;  // the copy of a bias that is_unaligned
   int64_t bytes = 0;

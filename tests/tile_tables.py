@@ -76,11 +76,11 @@ int main() {
                   t.smem_bytes(d));
     }
   }
-  const int forwards[9][2] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256},
-                              {64, 64}, {96, 96}, {128, 128}};
-  for (int i = 0; i < 9; ++i) {
+  const int forwards[10][2] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256},
+                               {64, 64}, {96, 96}, {128, 128}, {64, 64}};
+  for (int i = 0; i < 10; ++i) {
     const auto [d, dv] = forwards[i];
-    const sm90::FwdTile t = sm90::fwd_tile(d, dv, i >= 6);
+    const sm90::FwdTile t = sm90::fwd_tile(d, dv, i < 6 ? 192 : i < 9 ? 128 : 64);
     std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m(), t.block_n, t.consumers,
                 t.kv_stages, t.q_stages, t.smem_bytes(d, dv));
   }

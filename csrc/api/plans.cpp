@@ -53,6 +53,7 @@ const char* word_of(DqMode m) {
     case DqMode::kPool: return "pool";
     case DqMode::kStored: return "stored";
     case DqMode::kElsewhere: return "elsewhere";
+    case DqMode::kDivided: return "divided";
   }
   return "?";
 }
@@ -91,6 +92,7 @@ py::dict dict_of(const Plan& plan) {
       one["dynamic"] = l.dynamic;
     }
     one["pdl"] = l.pdl;
+    if (l.unit_heads > 1) one["unit_heads"] = l.unit_heads;
     if (l.variant != ScoreVariant::kPlain) one["variant"] = word_of(l.variant);
     if (l.dq != DqMode::kNone) one["dq"] = word_of(l.dq);
     if (l.rows.above > 0 || l.rows.upto != INT32_MAX) {

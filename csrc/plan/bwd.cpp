@@ -137,7 +137,8 @@ void build_fused(Req r, Dev d, Plan& p) {
   w.pool_words = w.add(4 * pool.words());
   w.tile_counters = w.add(l.dynamic ? kCounterBytes : 0);
   if (kDq == DqMode::kAtomic && sm90::prefers_stream_k(x, d, l.tiles)) {
-    w.stream_k_words = w.add(4 * sm90::divided_tiles(l.tiles, l.ctas));
+    l.dq = DqMode::kDivided;
+    w.stream_k_words = w.add(4 * sm90::divided_tiles(x, l.tiles, l.ctas).tiles);
     w.stream_k_sums = w.add(4 * 2 * l.ctas * t.block_n() * size);
   }
   const int64_t dq_tiles = kStored ? 0 : pool ? pool.tiles(x) : sm90::query_tiles(x);

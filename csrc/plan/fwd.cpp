@@ -22,6 +22,8 @@ bool supports_short(Req r, Dev d) {
   return bias.ptr == nullptr || (!bias.is_float && bias.head_stride != 0);
 }
 bool prefers_short(Req r, Dev d) { return is_short(r.problem, d, r.constraints); }
+bool supports_m64(Req r, Dev) { return tma_fwd(r) && hopper_dims(r.problem).d == 64; }
+bool prefers_m64(Req r, Dev d) { return sm90::prefers_m64(r.problem, d, r.constraints); }
 bool supports_m128(Req r, Dev) { return tma_fwd(r) && hopper_dims(r.problem).d <= 128; }
 bool prefers_m128(Req r, Dev d) {
   return sm90::takes_m128(r.problem, d, r.constraints, sm90::M128Cost::plain(r.problem));
@@ -80,16 +82,20 @@ void build_split_kv(Req r, Dev d, Plan& p) {
   p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
 }
 
-template <bool kM128>
+template <int kMostRows>
 void build_hopper(Req r, Dev d, Plan& p) {
   const HeadDims x = hopper_dims(r.problem);
-  const sm90::FwdTile t = sm90::fwd_tile(x.d, x.dv, kM128);
+  const sm90::FwdTile t = sm90::fwd_tile(x.d, x.dv, kMostRows);
+  const int unit_heads = x.d <= 128 ? sm90::unit_heads_of(r.problem) : 1;
+  const Grid grid = unit_heads > 1 ? sm90::unit_grid(r.problem, d, t.block_m(), unit_heads)
+                                   : sm90::fwd_grid(r.problem, d, t.block_m());
   Launch& l = p.push(main_of(KernelId::kFwd90, x.d, x.dv, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
-                             t.smem_bytes(x.d, x.dv), sm90::fwd_grid(r.problem, d, t.block_m()), d.num_sms));
+                             t.smem_bytes(x.d, x.dv), grid, d.num_sms * t.ctas));
+  l.unit_heads = unit_heads;
   l.dynamic = sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, t.block_m());
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
   const bool in_stretches = sm90::has_long_keys(r.problem);
-  p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(t, x.dv) : 0);
+  p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * l.ctas * sm90::kept_floats(t, x.dv) : 0);
 }
 
 bool supports_parts(Req r, Dev d) {
@@ -100,7 +106,7 @@ bool prefers_parts(Req r, Dev) { return !r.constraints.kv_splits && !r.constrain
 void build_parts(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;
   const int size = hopper_dims(x).d, merge_size = padded_split_head_dim(x.head_dim, x.head_dim_v);
-  const sm90::FwdTile t = sm90::fwd_tile(size, size, true);
+  const sm90::FwdTile t = sm90::fwd_tile(size, size, 128);
   Launch& l = p.push(main_of(KernelId::kFwdParts90, size, size, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
                              t.smem_bytes(size, size), sm90::fwd_grid(x, d, t.block_m()), 0));
   SplitGrid& g = p.split_kv;
@@ -264,13 +270,14 @@ using F = Family;
 using E = Evidence;
 
 constexpr Row kHopper[] = {
+    {F::kFwd, "sm90.fwd.m64", supports_m64, prefers_m64, build_hopper<64>, E::kM64},
     {F::kFwd, "sm80.fwd.short", supports_short, prefers_short, build_short, E::kShort},
     {F::kFwd, "sm90.fwd.parts", supports_parts, prefers_parts, build_parts, E::kFwdParts},
     {F::kFwd, "sm90.fwd.packed", supports_packed_dense, prefers_packed, build_packed_dense, E::kSplitKv},
     {F::kFwd, "sm80.fwd.split_kv", prefers_split_kv, prefers_split_kv_on_hopper, build_split_kv, E::kSplitKv},
-    {F::kFwd, "sm90.fwd.m128", supports_m128, prefers_m128, build_hopper<true>, E::kGrid},
-    {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<false>, E::kM192},
-    {F::kFwd, "sm90.fwd.m128_wide", supports_tma, nullptr, build_hopper<false>, E::kNone},
+    {F::kFwd, "sm90.fwd.m128", supports_m128, prefers_m128, build_hopper<128>, E::kGrid},
+    {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<192>, E::kM192},
+    {F::kFwd, "sm90.fwd.m128_wide", supports_tma, nullptr, build_hopper<192>, E::kNone},
     {F::kFwd, "sm80.fwd", always, nullptr, build_portable, E::kNone},
     {F::kFwdCached, "sm90.fwd_cached.latent", supports_latents, nullptr, build_latents, E::kNone},
     {F::kFwdCached, "sm90.fwd_cached.packed_quantized", supports_packed_quantized, prefers_cached_tma,

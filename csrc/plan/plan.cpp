@@ -56,7 +56,7 @@ int gqa_splits_of(const Request& r, const DeviceInfo& d, Arch arch) {
 const char* suffix_of(const Launch& l) {
   switch (l.kernel) {
     case KernelId::kFwdParts90: return "_parts";
-    case KernelId::kFwd90: return l.head_dim <= 128 && l.block_m == 128 ? "_m128" : "";
+    case KernelId::kFwd90: return l.block_m == 64 ? "_m64" : l.head_dim <= 128 && l.block_m == 128 ? "_m128" : "";
     case KernelId::kFwdFp890: return l.variant == ScoreVariant::kMixed ? "_mixed" : "";
     case KernelId::kFwdMod90: return l.block_m > 128 ? "_m192" : "";
     case KernelId::kFwdSplitCachedMod80: return l.variant == ScoreVariant::kAll ? "_all" : "";
@@ -65,10 +65,11 @@ const char* suffix_of(const Launch& l) {
       return l.cache_type == CacheType::kInt8 ? "_int8" : "_e4m3";
     case KernelId::kFwdPackedQuantized90: return l.cache_type == CacheType::kInt8 ? "_int8" : "_e4m3";
     case KernelId::kBwdFused90:
-      return l.dq == DqMode::kOrdered  ? "_det"
-             : l.dq == DqMode::kPool   ? "_pool"
-             : l.dq == DqMode::kStored ? "_stored"
-                                       : "";
+      return l.dq == DqMode::kOrdered   ? "_det"
+             : l.dq == DqMode::kPool    ? "_pool"
+             : l.dq == DqMode::kStored  ? "_stored"
+             : l.dq == DqMode::kDivided ? "_divided"
+                                        : "";
     case KernelId::kBwdDkdvShort90: return "_dkdv";
     case KernelId::kBwdDkdvMod90: return l.head_dim <= 128 ? "_det" : "";
     default: return "";
@@ -194,6 +195,7 @@ std::string_view name_of(Evidence e) {
     case Evidence::kShort: return "short";
     case Evidence::kSplitKv: return "split-kv";
     case Evidence::kGrid: return "grid";
+    case Evidence::kM64: return "m64";
     case Evidence::kM192: return "m192";
     case Evidence::kMaskedM192: return "masked-m192";
     case Evidence::kMaskedVariants: return "masked-variants";

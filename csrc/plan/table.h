@@ -7,7 +7,7 @@
 #include "../heuristics.h"
 #include "../plan.h"
 #include "../short_tiles.h"
-#include "hopper.h"
+#include "hopper_bwd.h"
 
 namespace flash_ext::plans {
 

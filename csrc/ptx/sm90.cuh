@@ -190,9 +190,10 @@ __device__ __forceinline__ void bar_arrive_only(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Registers a thread of each warpgroup, all together, that a launch of so many warpgroups gets and setmaxnreg shares out.
-template <int kWarpgroups>
-inline constexpr int kRegisterBudget = kWarpgroups * (512 / kWarpgroups / 8 * 8);
+// Registers a thread of each warpgroup, all together, that a launch of so many warpgroups gets and setmaxnreg shares out, with
+// so many CTAs a multiprocessor.
+template <int kWarpgroups, int kCtas = 1>
+inline constexpr int kRegisterBudget = kWarpgroups * (512 / (kWarpgroups * kCtas) / 8 * 8);
 
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_dec() {

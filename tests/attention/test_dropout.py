@@ -14,6 +14,7 @@ import flash_ext
 from flash_ext import AuxRequest
 from tests import philox
 from tests.cases import dense, packed
+from tests.graphs import capture
 from tests.harness import Target, on_modifier_gpu_paths, on_modifier_paths, on_modifier_tiles
 from tests.modifier_cases import ModifierCase
 from tests.modifier_harness import for_each
@@ -256,14 +257,7 @@ def test_every_replay_of_a_graph_drops_others_and_its_backward_the_same(target: 
         (dv,) = torch.autograd.grad(out, v, v.detach())
         return out.detach(), dv
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, dv = step()
+    graph, (out, dv) = capture(step)
     masks = set()
     for _ in range(replays):
         graph.replay()

@@ -18,6 +18,7 @@ from torch import Tensor
 import flash_ext
 from flash_ext import AuxRequest
 from tests.cases import Case, dense, packed
+from tests.graphs import capture
 from tests.harness import Target, call_backward, call_forward, on_gpu_paths, run_case
 from tests.inputs import Inputs, make_inputs
 from tests.sources import ROOT
@@ -148,15 +149,6 @@ def test_autograd_uses_the_stream_of_the_forward(target: Target) -> None:
 # ---- graphs ----
 
 
-def warmed_up(call) -> None:
-    """Runs once on a side stream, as capture asks for."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-
-
 def refill(x: Inputs, seed: int) -> None:
     """Other values for the same tensors, in place."""
     other = make_inputs(x.case.replace(seed=seed), x.q.device)
@@ -176,10 +168,7 @@ def test_graph_capture_and_replay_with_new_data(target: Target, backward: bool) 
         def call(x: Inputs = x) -> list[Tensor]:
             return results(x, target) if backward else list(call_forward(x, target))
 
-        warmed_up(call)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = call()
+        graph, captured = capture(call)
         for seed in range(100 if backward else 20):
             refill(x, seed)
             for t in captured:
@@ -195,10 +184,7 @@ def test_graph_replay_with_other_lengths(target: Target) -> None:
     x = make_inputs(
         packed([100, 50, 50], [100, 50, 50], num_heads=4, num_heads_k=2, deterministic=True), "cuda"
     )
-    warmed_up(lambda: results(x, target))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = results(x, target)
+    graph, captured = capture(lambda: results(x, target))
     for lens in ([1, 1, 1], [0, 200, 0], [200, 0, 0], [0, 0, 0], [3, 190, 7], [64, 64, 72]):
         cu = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
         x.cu_seqlens_q.copy_(cu)
@@ -232,10 +218,7 @@ def test_autograd_inside_a_graph(target: Target) -> None:
         out = flash_ext.attention(*leaves, causal=True, deterministic=True, backend=target.path)
         return out, *torch.autograd.grad(out, leaves, dout)
 
-    warmed_up(step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for _ in range(5):
         with torch.no_grad():
             for t in (*leaves, dout):

@@ -134,7 +134,8 @@ def test_equal_lengths_packed_and_dense(target: Target) -> None:
         q, k, v = (t.flatten(0, 1) for t in (one.inputs.q, one.inputs.k, one.inputs.v))
         cu = torch.arange(0, 400, 100, dtype=torch.int32, device=q.device)
         out, lse = torch.ops.flash_ext.fwd(q, k, v, cu, cu, 0, 0, 0.125, -1, 0, False, target.choice)
-    torch.testing.assert_close(out.unflatten(0, (3, 100)), one.tensors["out"], rtol=2.0**-7, atol=1e-3)
+    # Tiles may have other sizes, and weights are rounded beside other maxima.
+    torch.testing.assert_close(out.unflatten(0, (3, 100)), one.tensors["out"], rtol=2.0**-7, atol=4e-3)
     torch.testing.assert_close(
         lse.unflatten(1, (3, 100)).transpose(0, 1), one.tensors["lse"], rtol=0, atol=1e-5
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 
 import flash_ext
+from tests.graphs import capture
 from tests.integrations.test_sdpa_override import (
     FLASH,
     FLASH_BACKWARD,
@@ -334,14 +335,7 @@ def test_gpu_gradients_in_a_graph_with_a_mask() -> None:
         return [out, *torch.autograd.grad(out, leaves, dout)]
 
     with flash_ext.enable_sdpa(), counted(**{MASKED: 3, MASKED_BACKWARD: 3}):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = call()
+        graph, captured = capture(call)
         with torch.no_grad():
             for leaf in leaves:
                 leaf.normal_()

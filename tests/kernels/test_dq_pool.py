@@ -12,6 +12,7 @@ from torch import Tensor
 import flash_ext
 from flash_ext._ops.library import _C
 from tests.cases import Case, dense
+from tests.graphs import capture
 from tests.harness import TARGETS, Target, call_backward, call_forward, choice_of, on_targets, run_case
 from tests.inputs import Inputs, make_inputs
 from tests.qkv import make_qkv
@@ -229,16 +230,9 @@ def test_a_graph_is_replayed(target: Target, name: str) -> None:
     num_sms, case = SOME[name]
     x = make_inputs(case, target.device)
     chosen = with_pool(target, num_sms)
-    side = torch.cuda.Stream()
     with chosen.active():
         out, lse = call_forward(x, chosen)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call_backward(x, out, lse, chosen)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = call_backward(x, out, lse, chosen)
+        graph, captured = capture(lambda: call_backward(x, out, lse, chosen))
         assert _C.last_launch()["kernel"].endswith("_pool")
     for i in range(10):
         with torch.no_grad():

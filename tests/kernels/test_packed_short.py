@@ -1,5 +1,5 @@
-"""Backwards of packed sequences that are short on average (stores_dq() in csrc/plan/hopper.h): each sequence
-with its keys in one block has its dq stored, others add theirs."""
+"""Backwards of packed sequences that are short on average (stores_dq() in csrc/plan/hopper_bwd.h): each
+sequence with its keys in one block has its dq stored, others add theirs."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from flash_ext._ops.spec import AttnSpec
 from tests import compare
 from tests import modifier_probes as probes
 from tests.cases import Case, dense, packed
+from tests.graphs import capture
 from tests.harness import Target, on_modifier_gpu_paths, on_modifier_paths, on_short_paths, on_targets
 from tests.modifier_cases import ModifierCase
 from tests.modifier_harness import for_each
@@ -321,14 +322,7 @@ def test_a_graph_reads_the_table_anew_at_every_replay(target: Target) -> None:
         out = flash_ext.attention(q, k, v, bias=bias, causal=True, backend=target.path)
         return out, torch.autograd.grad(out.float().square().sum(), table)[0]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, captured = capture(run)
     for _ in range(2):
         with torch.no_grad():
             table.copy_(torch.randn_like(table))

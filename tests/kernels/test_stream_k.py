@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flash_ext._ops.library import _C
 from tests.cases import Case, dense
+from tests.graphs import capture
 from tests.harness import TARGETS, Target, call_backward, call_forward, choice_of, on_targets, run_case
 from tests.inputs import Inputs, make_inputs
 
@@ -162,16 +163,9 @@ def test_a_graph_is_replayed(target: Target, name: str) -> None:
     num_sms, case = SOME[name]
     x = make_inputs(case, target.device)
     chosen = on_few(target, num_sms)
-    side = torch.cuda.Stream()
     out, lse = call_forward(x, target)
     with chosen.active():
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call_backward(x, out, lse, chosen)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = call_backward(x, out, lse, chosen)
+        graph, captured = capture(lambda: call_backward(x, out, lse, chosen))
     for i in range(10):
         with torch.no_grad():
             x.dout.normal_()

@@ -38,7 +38,7 @@ EXCLUDED = {
 }
 # A line of 0 and 1 for each set of kinds, which is numbered by its bits.
 PROGRAM = r"""
-#include "plan/hopper.h"
+#include "plan/hopper_bwd.h"
 #include <cstdio>
 using namespace flash_ext;
 int main() {

@@ -13,6 +13,7 @@ import flash_ext
 from flash_ext import AuxRequest, attention_varlen
 from flash_ext._ops.library import _C
 from flash_ext.masks import Causal, Dense, DenseBias, Documents, KeyMask
+from tests.graphs import capture
 from tests.pages import make_cache, packed_queries
 from tests.serving.test_cache_masks import KINDS, Asked, ask, call, fitted, fitted_ids, fitted_keys
 from tests.serving.test_paged_gpu import make_long
@@ -67,10 +68,7 @@ def test_a_graph_follows_masks_and_lengths(in_graph: str) -> None:
         )  # fmt: skip
         return out, aux.lse
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = run()
+    graph, (out, lse) = capture(run)
     start = bounds.tolist()
 
     def shown(b: int, m: int, n: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flash_ext import AuxRequest, attention_varlen, serving
 from flash_ext._ops.library import _C
+from tests.graphs import capture
 from tests.pages import Cache, check, close, make_cache, packed_queries, truth
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -228,10 +229,7 @@ def test_a_graph_follows_lengths_and_tables() -> None:
     def run() -> Tensor:
         return serving.flash_mla_with_kvcache(q, cache.k, table, lengths, DV)[0]
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = capture(run)
     lengths.copy_(torch.tensor([3, 0, 400]))
     table[2] = cache.table[0]
     graph.replay()

@@ -13,6 +13,7 @@ from torch import Tensor
 import flash_ext
 from flash_ext import AuxRequest, attention_varlen
 from flash_ext._ops.library import _C
+from tests.graphs import capture
 from tests.pages import FACTORS, LAYOUTS, Cache, check, close, in_bytes, make_cache, packed_queries, truth
 from tests.serving.test_packed_gpu import GROUPS, LENGTHS
 from tests.serving.test_paged_gpu import WINDOWS, make_long
@@ -203,10 +204,7 @@ def test_a_graph_follows_lengths() -> None:
             q, cache.k, cache.v, bounds, None, causal=True, max_seqlen_q=40, **cache.places, **descales
         )
 
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
+    graph, out = capture(call)
     for lengths in ([9000, 100, 3333], [1, 50, 700], [8000, 9, 0]):
         cache.lengths.copy_(torch.tensor(lengths))
         graph.replay()

@@ -11,6 +11,7 @@ from torch import Tensor
 import flash_ext
 from flash_ext import AuxRequest, attention_varlen
 from flash_ext._ops.library import _C
+from tests.graphs import capture
 from tests.pages import LAYOUTS, Cache, check, close, make_cache, packed_queries, truth
 
 pytestmark = pytest.mark.gpu
@@ -195,10 +196,7 @@ def test_a_graph_follows_lengths_and_tables(counts: list[int]) -> None:
             q, first.k, first.v, bounds, None, causal=True, max_seqlen_q=max(counts), **first.places
         )
 
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
+    graph, out = capture(call)
     for lengths in (
         [300, 77, 16, 200, 90, 1],
         [0, 0, 0, 0, 0, 0],

@@ -14,6 +14,7 @@ from flash_ext._ops.library import _C
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec, default_scale
 from flash_ext.masks import TokenTree
+from tests.graphs import capture
 from tests.pages import PLACES, Cache, attend, close, make_cache, packed_queries
 from tests.qkv import dtype_on, null_kernels, on_devices
 from tests.reference import attention_reference
@@ -400,10 +401,7 @@ def test_gpu_a_graph_follows_words_and_lengths() -> None:
         )  # fmt: skip
         return out, aux.lse
 
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = call()
+    graph, (out, lse) = capture(call)
     for lengths in ([300, 90], [64, 20], [7, 5], [0, 33]):
         trees = [torch.rand(n, n) < 0.5 for n in counts]
         words.copy_(words_of(trees, 0, "cuda"))

@@ -57,8 +57,9 @@ struct BwdWorkTile {
   int tile;           // first one of the first query head, or of its own, in the workspace
   int dq_tile;        // the same among the accumulators
   int round;          // of its head
-  enum { kWhole, kGives, kTakes } share;  // what its steps are of it (StreamK)
-  uint32_t index;  // the scheduler's, whose registers are short
+  enum : uint32_t { kWhole, kGives, kTakes };
+  uint32_t share : 2;   // what its steps are of it (StreamK)
+  uint32_t index : 30;  // the scheduler's, whose registers are short
 };
 
 // Number in the workspace of the first tile of queries of a sequence. Packed ones have places as the slots of
@@ -95,14 +96,16 @@ struct TileWalk {
   }
 };
 
-enum class DqKind { kUnordered, kOrdered, kElsewhere, kStored };  // how dQ is added; in another kernel; all at once
+// How dQ is added; in another kernel; all at once; as unordered, by CTAs that divide work tiles (StreamK): what that takes besides
+// the steps would cost causal calls of head_dim 128 a hundredth.
+enum class DqKind { kUnordered, kOrdered, kElsewhere, kStored, kDivided };
 
 template <typename E, int D, DqKind kDq = DqKind::kUnordered>
 struct BwdTraits {
   using Element = E;
   static constexpr bool kOrdered = kDq == DqKind::kOrdered;
-  static constexpr bool kPool = kDq == DqKind::kUnordered;  // may have its accumulators in a pool
-  static constexpr bool kDivides = kDq == DqKind::kUnordered;  // may have work tiles that CTAs divide
+  static constexpr bool kDivides = kDq == DqKind::kDivided;
+  static constexpr bool kPool = kDq == DqKind::kUnordered || kDivides;  // may have its accumulators in a pool
   static constexpr bool kMakesDq = kDq != DqKind::kElsewhere, kStores = kDq == DqKind::kStored;
   // Tiles of a work tile still to load when the next one is fetched: one fetched early is kept from a CTA that is free
   // before, and additions in order want work tiles to begin in the order in which they

@@ -29,17 +29,14 @@ inline BwdArgs make_bwd_args(const BwdCall& c, const Launch& l, int block_m, int
   return a;
 }
 
-// The words that a plan has are those of work tiles that are divided.
 inline StreamK stream_k_of(const BwdCall& c, const Launch& l) {
   const Workspace& w = c.plan.workspace;
-  if (!w.stream_k_words) return {};
-  const Problem& p = c.p.problem;
-  const int64_t divided = w.stream_k_words.bytes / 4;
-  const int64_t steps = query_tiles_per_head(p);
-  return {.first = static_cast<uint32_t>(l.tiles - divided),
-          .all = static_cast<uint32_t>(divided * steps),
-          .share = static_cast<uint32_t>((divided * steps + l.ctas - 1) / l.ctas),
-          .steps = Divisor(static_cast<uint32_t>(steps)),
+  if (l.dq != DqMode::kDivided) return {};
+  const DividedTiles divided = divided_tiles(c.p.problem, l.tiles, l.ctas);
+  return {.first = static_cast<uint32_t>(l.tiles - divided.tiles),
+          .all = static_cast<uint32_t>(divided.all),
+          .share = static_cast<uint32_t>(divided.share),
+          .steps = Divisor(static_cast<uint32_t>(query_tiles_per_head(c.p.problem))),
           .sums = part_of<float>(c.workspace, w.stream_k_sums),
           .words = part_of<uint32_t>(c.workspace, w.stream_k_words)};
 }
@@ -113,8 +110,9 @@ std::string launch_bwd_fused(const BwdCall& c, const Launch& l) {
     if constexpr (D == kStoredHeadDim) {
       if (l.dq == DqMode::kStored) return launch_bwd_as<BwdTraits<E, D, DqKind::kStored>>(c, l);
     }
-    return l.dq == DqMode::kOrdered ? launch_bwd_as<BwdTraits<E, D, DqKind::kOrdered>>(c, l)
-                                    : launch_bwd_as<BwdTraits<E, D, DqKind::kUnordered>>(c, l);
+    if (l.dq == DqMode::kOrdered) return launch_bwd_as<BwdTraits<E, D, DqKind::kOrdered>>(c, l);
+    if (l.dq == DqMode::kDivided) return launch_bwd_as<BwdTraits<E, D, DqKind::kDivided>>(c, l);
+    return launch_bwd_as<BwdTraits<E, D, DqKind::kUnordered>>(c, l);
   });
 }
 

@@ -76,11 +76,8 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
     if (lane == 0) next = in_order ? fetch_in_order(a.scheduler) : fetch_work_tile(a.scheduler);
     return __shfl_sync(ptx::kFullWarp, next, 0);
   };
-  const auto next_tile = [&](int present) {
-    if constexpr (T::kDivides) return next_static_tile(a.stream_k, a.scheduler, present);
-    return present < 0 ? blockIdx.x : present + gridDim.x;
-  };
-  uint32_t index = next_tile(-1);
+  uint32_t index = blockIdx.x;
+  if constexpr (T::kDivides) index = next_static_tile(a.stream_k, a.scheduler, -1);
   if (in_order) index = fetch();
 #pragma unroll 1
   while (index < a.scheduler.num_work_tiles) {
@@ -111,16 +108,18 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
         if constexpr (T::kDivides) {
           work.share = BwdWorkTile::kWhole;
           take_share(a.stream_k, work);
+        }
+        if constexpr (T::kPool) {
           const uint32_t* word = round_before(a.pool, work);
           uint32_t awaited = a.pool.round_tiles.divisor;
-          if (work.share == BwdWorkTile::kTakes) {
+          if (T::kDivides && work.share == BwdWorkTile::kTakes) {
             word = a.stream_k.words + (work.index - a.stream_k.first);
             awaited = T::kConsumerWarps;
           }
           if (word != nullptr) wait_for_count(word, awaited);
         }
         ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
-        if (dynamic && work.steps == 0) ptx::mbarrier_arrive(bars.work_ending());
+        if (dynamic && count == 0) ptx::mbarrier_arrive(bars.work_ending());
       }
       if constexpr (T::kSchedulerLoadsKeys) {
         __syncwarp();
@@ -131,7 +130,9 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
       if constexpr (T::kDivides) index = work_tiles[work_ring.stage].index;
       work_ring.advance();
     }
-    index = dynamic ? fetch() : next_tile(static_cast<int>(index));
+    if (dynamic) index = fetch();
+    else if constexpr (T::kDivides) index = next_static_tile(a.stream_k, a.scheduler, static_cast<int>(index));
+    else index += gridDim.x;
   }
   wait(bars.work_empty(work_ring.stage), work_ring.phase);
   if (lane == 0) {

@@ -69,6 +69,15 @@ inline int64_t query_tiles(const Problem& p, int block_m = BwdTile::kBlockM) {
   return query_tiles_per_head(p, block_m) * p.num_heads * (p.is_varlen() ? 1 : p.batch);
 }
 
+// What CTAs divide of a launch (StreamK, config.cuh): the work tiles of the last one to two rounds.
+struct DividedTiles {
+  int64_t tiles, all, share;  // work tiles; their steps; steps of a CTA, the last ones have what is left
+};
+inline DividedTiles divided_tiles(const Problem& p, int64_t tiles, int64_t ctas) {
+  const int64_t divided = tiles % ctas + ctas, all = divided * query_tiles_per_head(p);
+  return {divided, all, (all + ctas - 1) / ctas};
+}
+
 // Accumulators of dq in a pool (bwd/dq_pool.cuh): heads, counted with the batch, go in rounds, and only so many rounds
 // have accumulators at a time.
 struct DqPool {

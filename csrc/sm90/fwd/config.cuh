@@ -25,6 +25,7 @@ struct FwdArgs {
   Grid grid;
   TileScheduler scheduler;
   Steps q_steps, k_steps, v_steps;
+  int unit_heads = 1;  // of query heads that are given out as one work tile (Launch::unit_heads)
   float* kept = nullptr;  // kept_floats() of each CTA, null where no sequence has long keys
 };
 
@@ -46,15 +47,16 @@ struct FwdPartsArgs : FwdArgs {
 template <typename T>
 struct PlainNumbers;  // numbers.cuh
 
-template <typename E, int D, int Dv, bool kM128 = false, bool kInParts = false>
+template <typename E, int D, int Dv, int kMostRows = 192, bool kInParts = false>
 struct FwdTraits {
   using Element = E;
   using Numbers = PlainNumbers<FwdTraits>;  // how the consumers compute
   using Tile = std::conditional_t<kInParts, PartTile, WorkTile>;
   using Args = std::conditional_t<kInParts, FwdPartsArgs, FwdArgs>;
   static constexpr bool kParts = kInParts, kPacked = false;  // kPacked: fwd_cached/packed.cuh
+  static constexpr bool kUnits = !kInParts && D <= 128;  // work tiles may be units of heads
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
-  static constexpr FwdTile kTile = fwd_tile(D, Dv, kM128);
+  static constexpr FwdTile kTile = fwd_tile(D, Dv, kMostRows);
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
   static constexpr int kNarrow = kBlockN == 128 ? 80 : kBlockN;  // keys of a narrow last tile
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages, kThreads = kTile.threads();
@@ -63,8 +65,8 @@ struct FwdTraits {
   static constexpr int kKeys = kBlockN;  // of a tile, a warpgroup's
   static constexpr bool kNamesSequences = false;  // whether a packed work tile has the number of its sequence as its b
   // The producers want 40 for packed sequences, where consumers leave it.
-  static constexpr int kConsumerRegs = kConsumers == 2 ? 232 : D == 96 ? 152 : 160;
-  static constexpr int kProducerRegs = ptx::kRegisterBudget<kConsumers + 1> - kConsumers * kConsumerRegs;
+  static constexpr int kConsumerRegs = kConsumers == 1 ? 128 : kConsumers == 2 ? 232 : D == 96 ? 152 : 160;
+  static constexpr int kProducerRegs = ptx::kRegisterBudget<kConsumers + 1, kTile.ctas> - kConsumers * kConsumerRegs;
   static constexpr int kKBytes = tile_bytes(kBlockN, D), kVBytes = tile_bytes(kBlockN, Dv);
   static constexpr int kStageBytes = kKBytes > kVBytes ? kKBytes : kVBytes, kQBytes = tile_bytes(kBlockM, D);
   static constexpr int kQAt = kKvStages * kStageBytes, kStagingAt = kQAt + kQStages * kQBytes;

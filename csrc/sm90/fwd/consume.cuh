@@ -98,10 +98,12 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
   // Warpgroups take turns in issuing the products of a step, so that one computes weights while another's products run.
   const auto pingpong_wait = [&] {
     debug_delay();
-    ptx::bar_sync(ptx::kPingpongBarrier + group, kPingpongThreads);
+    if constexpr (T::kConsumers > 1) ptx::bar_sync(ptx::kPingpongBarrier + group, kPingpongThreads);
   };
   const auto pingpong_arrive = [&] {
-    ptx::bar_arrive_only(ptx::kPingpongBarrier + (group + 1) % T::kConsumers, kPingpongThreads);
+    if constexpr (T::kConsumers > 1) {
+      ptx::bar_arrive_only(ptx::kPingpongBarrier + (group + 1) % T::kConsumers, kPingpongThreads);
+    }
   };
   const auto begin_work = [&]() -> bool {
     wait(bars.q_full(q_ring.stage), q_ring.phase);
@@ -256,7 +258,7 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     prepare_weights(seam);
   };
 
-  if (group == T::kConsumers - 1) ptx::bar_arrive_only(ptx::kPingpongBarrier, kPingpongThreads);
+  if (T::kConsumers > 1 && group == T::kConsumers - 1) ptx::bar_arrive_only(ptx::kPingpongBarrier, kPingpongThreads);
   bool started = false;  // from the second step on a V comes with it
   bool has_step = next_step();
 #pragma unroll 1

@@ -2,7 +2,7 @@
 //
 //   O_i = softmax(scale * Q_i K^T) V,  lse_i = log sum_j exp(scale * q_i . k_j)
 //
-// One CTA per multiprocessor takes work tiles (kBlockM query rows of one head) until none is left. Its first warpgroup
+// One CTA per multiprocessor, or as many as FwdTile says, takes work tiles (kBlockM query rows of one head) until none is left. Its first warpgroup
 // is the producer (two warps of it work), the others are consumers with 64 rows each.
 //
 // Shared memory, 128-byte swizzled tiles first:
@@ -19,10 +19,13 @@
 namespace flash_ext::sm90 {
 
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, 1)
+__global__ void __launch_bounds__(T::kThreads, T::kTile.ctas)
     fwd_sm90_kernel(const __grid_constant__ typename T::Args a, const __grid_constant__ FwdMaps maps) {
   run_cta<T, typename T::Tile, Barriers<T>>(
-      T::kWorkAt, T::kBarriersAt, [](const auto&) {},
+      T::kWorkAt, T::kBarriersAt,
+      [](const auto&) {
+        if constexpr (T::kParts) ptx::allow_next_kernel();  // which adds them up
+      },
       [&](const auto& cta, int warp) {
         if (warp == 0) {
           schedule_work<T>(a, maps, cta.smem, cta.shared, cta.bars);

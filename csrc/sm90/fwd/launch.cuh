@@ -26,6 +26,7 @@ inline FwdArgs make_fwd_args(const FwdCall& c, const Launch& l) {
   };
   FwdArgs a{c.p, l.grid, {}, steps(c.p.q), steps(c.p.k), steps(c.p.v)};
   a.scheduler.num_work_tiles = static_cast<uint32_t>(l.tiles);
+  a.unit_heads = l.unit_heads;
   if (l.dynamic) {
     a.scheduler.counter = part_of<Counter>(c.workspace, c.plan.workspace.tile_counters);
     a.scheduler.launch = next_launch();
@@ -58,17 +59,20 @@ std::string launch_fwd_as(const FwdCall& c, const Launch& l) {
 template <int D, int Dv>
 std::string launch_fwd(const FwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
-    if constexpr (D <= 128) {
-      if (l.block_m == fwd_tile(D, Dv, true).block_m()) return launch_fwd_as<FwdTraits<E, D, Dv, true>>(c, l);
+    if constexpr (D == 64) {
+      if (l.block_m == 64) return launch_fwd_as<FwdTraits<E, D, Dv, 64>>(c, l);
     }
-    return launch_fwd_as<FwdTraits<E, D, Dv, false>>(c, l);
+    if constexpr (D <= 128) {
+      if (l.block_m == 128) return launch_fwd_as<FwdTraits<E, D, Dv, 128>>(c, l);
+    }
+    return launch_fwd_as<FwdTraits<E, D, Dv>>(c, l);
   });
 }
 
 template <int D>
 std::string launch_fwd_parts(const FwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
-    using T = FwdTraits<E, D, D, true, true>;
+    using T = FwdTraits<E, D, D, 128, true>;
     const FwdPartsArgs a{make_fwd_args(c, l), c.plan.split_kv,
                          part_of<void>(c.workspace, c.plan.workspace.kv_partials)};
     FwdMaps maps;

@@ -53,7 +53,7 @@ struct EveryTile {
 template <typename T, bool kNamed = T::kNamesSequences, typename Args, typename Tile, typename Look = EveryTile>
 __device__ __forceinline__ void schedule_work(const Args& a, const FwdMaps& maps, uint32_t smem, Tile* work_tiles,
                                               Barriers<T> bars, const Look& look = {}) {
-  constexpr bool kParts = std::is_same_v<Tile, PartTile>;
+  constexpr bool kParts = std::is_same_v<Tile, PartTile>, kUnits = T::kUnits && std::is_same_v<Args, FwdArgs>;
   const Problem& p = a.p.problem;
   const int lane = threadIdx.x % 32;
   const bool dynamic = a.scheduler.counter != nullptr;
@@ -61,6 +61,19 @@ __device__ __forceinline__ void schedule_work(const Args& a, const FwdMaps& maps
   PipelineState<T::kQStages> q_ring;
   PipelineState<T::kWorkStages> work_ring;
   q_ring.phase = 1;  // the first wait for an empty stage passes
+  // By the first lane.
+  const auto publish = [&](const Tile& tile) {
+    work_tiles[work_ring.stage] = tile;
+    ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
+    copy_q<T>(a, maps, smem, bars.q_full(q_ring.stage), q_ring.stage, tile.w);
+  };
+  const auto advance = [&] {
+    q_ring.advance();
+    static_assert(T::kWorkStages % 2 == 0);  // stages then tell the phase of work_ending
+    if (dynamic) wait(bars.work_ending(), work_ring.stage % 2);
+    __syncwarp();  // a lane that is late would miss a phase, where the first one goes on to the next tile
+    work_ring.advance();
+  };
   uint32_t index = blockIdx.x;
   int stretch_end = 0;  // of the tiles of the same work tile that are left; 0: none
 #pragma unroll 1
@@ -70,6 +83,7 @@ __device__ __forceinline__ void schedule_work(const Args& a, const FwdMaps& maps
     if constexpr (kParts) tile_index = divide(index, a.parts.parts);
     Work w = decode_index<T::kBlockM, true, true, true, true>(tile_index, p, a.grid, kNamed ? &sequence : nullptr);
     if constexpr (kNamed) w.b = sequence;
+    if constexpr (kUnits) w.h *= a.unit_heads;
     if (w.active && look(w, sequence)) {
       BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
       int part = 0;
@@ -89,22 +103,30 @@ __device__ __forceinline__ void schedule_work(const Args& a, const FwdMaps& maps
         wait(bars.q_empty(q_ring.stage), q_ring.phase);
         if (lane == 0) {
           if constexpr (kParts) {
-            work_tiles[work_ring.stage] = {{w, blocks}, part};
+            publish({{w, blocks}, part});
           } else {
-            work_tiles[work_ring.stage] = {w, blocks};
+            publish({w, blocks});
           }
-          ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
-          copy_q<T>(a, maps, smem, bars.q_full(q_ring.stage), q_ring.stage, w);
         }
-        q_ring.advance();
-        static_assert(T::kWorkStages % 2 == 0);  // stages then tell the phase of work_ending
-        if (dynamic) wait(bars.work_ending(), work_ring.stage % 2);
-        work_ring.advance();
+        advance();
         if (stretch_end > 0) continue;
+        if constexpr (kUnits) {
+#pragma unroll 1
+          for (int left = a.unit_heads; --left > 0;) {
+            wait(bars.q_empty(q_ring.stage), q_ring.phase);
+            if (lane == 0) {
+              Tile tile = work_tiles[(work_ring.stage + T::kWorkStages - 1) % T::kWorkStages];
+              ++tile.w.h;
+              publish(tile);
+            }
+            advance();
+          }
+        }
       } else if constexpr (kParts) {
         store_empty_part<T>(a, w, part, lane);
       } else {
-        store_empty<T>(a.p, w, -INFINITY, nullptr, lane);
+        for (int left = kUnits ? a.unit_heads : 1; left > 0; --left, ++w.h)
+          store_empty<T>(a.p, w, -INFINITY, nullptr, lane);
       }
     }
     uint32_t next = index + gridDim.x;

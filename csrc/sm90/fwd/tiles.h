@@ -29,6 +29,7 @@ struct FwdTile {
   int kv_stages;  // tiles of K or V in the ring
   int q_stages;
   bool shares_keys = false;  // two warpgroups have the same rows, and half of each tile's keys (fwd_cached/packed.cuh)
+  int ctas = 1;  // a multiprocessor
 
   constexpr int block_m() const { return shares_keys ? 64 : 64 * consumers; }
   constexpr int threads() const { return 128 * (consumers + 1); }
@@ -47,9 +48,11 @@ struct FwdTile {
 // rows for each tile that comes from the L2 cache, and three to take turns at the tensor cores. 64 keys divide the usual
 // lengths, and leave room to stage the output. Evidence: m192.
 //
-// `m128`, up to 128 columns: where tiles of 192 queries are too few to go round (prefers_m128()).
-constexpr FwdTile fwd_tile(int d, int dv, bool m128 = false) {
-  if (m128) return {128, 2, d <= 64 ? 8 : 4, 2};
+// `most_rows`: 128, up to 128 columns, where tiles of 192 queries are too few to go round (prefers_m128()); 64, of 64 columns,
+// for short sequences (prefers_m64()). While one of three CTAs waits for what begins and ends a sequence, the others work.
+constexpr FwdTile fwd_tile(int d, int dv, int most_rows = 192) {
+  if (most_rows == 64) return {64, 1, 6, 2, false, 3};
+  if (most_rows == 128) return {128, 2, d <= 64 ? 8 : 4, 2};
   if (d == 64) return {128, 3, 8, 2};
   if (d == 96) return {64, 3, 4, 2};
   if (d == 128) return {64, 3, 5, 2};
@@ -124,7 +127,7 @@ constexpr bool tiles_fit() {
     if (float_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
   }
   for (int d : {64, 96, 128}) {
-    if (fwd_tile(d, d, true).smem_bytes(d, d) > kSmemLimitLarge) return false;
+    if (fwd_tile(d, d, 128).smem_bytes(d, d) > kSmemLimitLarge) return false;
   }
   return fwd_tile(192, 128).smem_bytes(192, 128) <= kSmemLimitLarge;
 }

@@ -28,8 +28,8 @@ struct PackedFwdArgs : CachedFwdArgs {
 };
 
 template <typename E, int D, bool kSharesKeys>
-struct PackedTraits : FwdTraits<E, D, D, D <= 128> {
-  using Base = FwdTraits<E, D, D, D <= 128>;
+struct PackedTraits : FwdTraits<E, D, D, D <= 128 ? 128 : 192> {
+  using Base = FwdTraits<E, D, D, D <= 128 ? 128 : 192>;
   using Numbers = PlainNumbers<PackedTraits>;
   using Tile = PackedTile;
   using Args = PackedFwdArgs;
@@ -259,6 +259,7 @@ __device__ __forceinline__ void schedule_packed_work(const typename T::Args& a, 
     if (is_outside()) return a.served.upto == INT32_MAX;
     return rows() > a.served.above && rows() <= a.served.upto;
   };
+  ptx::allow_next_kernel();  // which adds up parts, and begins where these CTAs end
   if constexpr (!T::kCutsQueries) clear_unused_rows<T>(a, smem, threadIdx.x % 32);
   if (is_first_lane()) claim_counter(a.scheduler);
   PipelineState<T::kQStages> q_ring;

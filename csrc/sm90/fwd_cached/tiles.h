@@ -10,7 +10,7 @@ namespace flash_ext::sm90 {
 constexpr bool can_share_keys(int d) { return d <= 128; }
 constexpr FwdTile packed_tile(int d, bool shares_keys) {
   if (shares_keys) return {128, 2, d == 64 ? 8 : 5, 2, true};
-  return fwd_tile(d, d, d <= 128);
+  return fwd_tile(d, d, d <= 128 ? 128 : 192);
 }
 inline constexpr int kPackedControlBytes = 1024;  // work tiles, the scheduler's place, barriers
 constexpr int packed_smem_bytes(int d, bool shares_keys) {

@@ -1,0 +1,186 @@
+// Which backward the tables prefer on Hopper, by measurement. No CUDA, no torch.
+#pragma once
+
+#include "hopper.h"
+
+namespace flash_ext::sm90 {
+
+// Whether tiles of 128 keys and of 128 queries of short sequences have a multiprocessor each. Evidence: split-bwd-short.
+inline bool has_few_tiles(const Problem& p, const DeviceInfo& d) {
+  if (p.is_varlen() || d.batch_invariant || std::max(p.seqlen_q, p.seqlen_k) > 1024) return false;
+  const auto tiles = [&](int64_t rows, int64_t heads) { return (rows + 127) / 128 * heads * p.batch; };
+  return tiles(p.seqlen_k, p.num_heads_k) + tiles(p.seqlen_q, p.num_heads) <= d.num_sms;
+}
+
+// Whether all keys of a sequence lie in one block: what a step gives of dQ is then all of it, and is stored at once,
+// without sums in memory, a pass that zeroes and one that converts. Calls without modifiers take this kernel for it, in
+// which both warpgroups have keys. Evidence: whole-keys, grid.
+inline bool has_whole_keys(const Problem& p, const Constraints& c) {
+  return c.short_kernels && !p.is_varlen() && p.seqlen_k <= BwdModTile::kBlockN &&
+         std::max(p.head_dim, p.head_dim_v) <= 128;
+}
+// The same of packed sequences that are so short on average: each whose keys are in one block has its dQ stored, and others,
+// which only the device knows, add theirs.
+inline bool has_short_sequences(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  return c.short_kernels && p.is_varlen() && !d.batch_invariant &&
+         p.total_k <= int64_t{BwdModTile::kBlockN} * p.batch && std::max(p.head_dim, p.head_dim_v) <= 128;
+}
+inline bool stores_dq(const Problem& p, const DeviceInfo& d, const Constraints& c, bool deterministic) {
+  return has_whole_keys(p, c) || (!deterministic && has_short_sequences(p, d, c));
+}
+inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  const bool splits_dq = !c.q_splits && has_few_tiles(p, d);
+  return !c.dq_pool && !splits_dq;
+}
+
+// The same with two warpgroups that have 128 keys each.
+inline bool has_stored_dq(const Problem& p, const Constraints& c) {
+  return c.short_kernels && !p.is_varlen() && p.seqlen_k <= kStoredTile.block_n() &&
+         std::max(p.head_dim, p.head_dim_v) <= kStoredHeadDim;
+}
+inline bool prefers_stored_dq(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  return has_stored_dq(p, c) && !c.dq_pool && !has_few_tiles(p, d);
+}
+
+// Among how many CTAs the queries of a block of keys are divided, where there are few blocks: each makes dK and dV of its
+// queries in fp32, and two kernels add them. Counted in steps of 64 queries, of which a block that begins and ends costs
+// one and a half, and the sums three. Evidence: q-splits.
+inline int q_splits_of(const Problem& p, const DeviceInfo& d, const Constraints& c, int64_t tiles, bool dynamic) {
+  const int64_t steps = (p.seqlen_q + 63) / 64 * int64_t{p.num_heads / std::max(1, p.num_heads_k)};
+  if (p.is_varlen() || tiles <= 0 || tiles > INT32_MAX / 64) return 1;
+  if (c.q_splits) return static_cast<int>(std::clamp<int64_t>(steps, 1, *c.q_splits));
+  if (d.batch_invariant || !has_whole_keys(p, c) || dynamic || d.num_sms <= 0) return 1;
+  const auto time_of = [&](int64_t splits) {
+    const int64_t rounds = (tiles * splits + d.num_sms - 1) / d.num_sms;
+    return rounds * (2 * ((steps + splits - 1) / splits) + 3) + (splits > 1 ? 6 : 0);  // in half steps
+  };
+  int best = 1;
+  for (int splits = 2; splits <= std::min<int64_t>(steps, 16); ++splits) {
+    if (100 * time_of(splits) < 95 * time_of(1) && time_of(splits) < time_of(best)) best = splits;
+  }
+  return best;
+}
+
+// Whether additions to dQ in a fixed order are faster than others, so that calls get them that did not ask: their first
+// one needs no zeros, and where few blocks of keys see a tile of queries they hardly wait for each other. Grouped heads,
+// whose CTAs hold the same tiles of queries at a time, wait sooner. Evidence: ordered-short, grid.
+inline bool prefers_order(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  if (p.is_varlen() || size <= 64 || size > 128 || c.dq_pool) return false;
+  const bool grouped = p.num_heads != p.num_heads_k;
+  const auto is_short = [&] {
+    if (p.window_left >= 0 && p.window_right >= 0) return !grouped && int64_t{p.window_left} + p.window_right <= 384;
+    if (p.window_left < 0 && p.window_right == 0) return p.seqlen_k <= std::min(grouped ? 256 : 320, p.seqlen_q);
+    return p.seqlen_k <= (grouped ? 256 : 384);
+  };
+  return is_short() && make_grid(p, d, false, bwd_tile(size).block_n()).ctas >= 3 * d.num_sms;
+}
+
+// Whether dK and dV on the one hand and dQ on the other are faster in kernels of their own, with 7 products instead of 5
+// but without a dQ in fp32 that one pass zeroes and another one converts, which few rows notice. Where tiles are few the two
+// run side by side, and head sizes from 65 on go as 128 too. The batch-invariant mode does not take it, because
+// it depends on the number of heads. Evidence: split-bwd-short, grid.
+inline bool prefers_split_bwd(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  if (p.is_varlen() || c.dq_pool || d.batch_invariant) return false;
+  if (has_few_tiles(p, d)) return true;
+  if (padded_head_dim(p.head_dim, p.head_dim_v) != kShortHeadDim || p.window_left >= 0) return false;
+  const bool causal = p.window_right == 0;
+  if (p.window_right > 0 || std::max(p.seqlen_q, p.seqlen_k) > (causal ? 768 : 512)) return false;
+  if (causal) return true;
+  const int64_t ctas = make_grid(p, d, false, kShortKeysTile.block_n()).ctas;
+  return 2 * std::min<int64_t>(ctas, INT32_MAX) * (p.num_heads / p.num_heads_k) >= 5 * int64_t{d.num_sms};
+}
+
+// Whether the kernels of a backward behind its first begin before the one before them is over, which saves a few
+// microseconds: that counts up to 1k rows. Where tiles are long they take multiprocessors from the kernel before them.
+// Evidence: pdl-short.
+inline bool prefers_pdl(const Problem& p) { return p.total_q <= 1024 * static_cast<int64_t>(p.batch); }
+
+// Where a pool pays: not where short tiles leave no time to convert. Evidence: dq-pool, grid.
+inline bool prefers_dq_pool(const Problem& p, int size) {
+  if (p.seqlen_k > 4096 || p.seqlen_k <= 256) return false;
+  const bool causal = p.window_left < 0 && p.window_right == 0;
+  return !has_unequal_tiles(p) || (causal && size == 128 && p.seqlen_k >= 1536 && p.seqlen_k < 4096);
+}
+
+// How long a backward takes whose CTAs divide the last work tiles among them (StreamK in bwd/config.cuh), where 1 is its time
+// with whole ones, of which the last ones leave multiprocessors idle. Counted in steps, of which a work tile that begins and
+// ends costs four. Not of grouped heads: CTAs then read different query heads at a time, which the L2 cache does not hold.
+// Evidence: stream-k.
+inline double time_with_stream_k(const Problem& p, const DeviceInfo& d, int64_t tiles) {
+  const int64_t ctas = d.num_sms, steps = query_tiles_per_head(p), most = int64_t{INT32_MAX} / 2;
+  if (p.num_heads != p.num_heads_k || has_unequal_tiles(p) || d.batch_invariant || ctas <= 0) return 1;
+  if (tiles <= ctas || tiles > most || tiles % ctas == 0 || steps <= 0 || steps > most / (2 * ctas)) return 1;
+  const int64_t rounds = tiles / ctas;
+  const DividedTiles divided = divided_tiles(p, tiles, ctas);
+  // A thread of the pass in front zeroes a word.
+  if (query_tiles(p) * kPassThreads < divided.tiles) return 1;
+  constexpr int64_t kEnds = 4;
+  const int64_t time = (rounds - 1) * (steps + kEnds) + divided.share + 3 * kEnds;
+  return static_cast<double>(time) / static_cast<double>((rounds + 1) * (steps + kEnds));
+}
+// Less is not worth the memory.
+inline bool prefers_stream_k(const Problem& p, const DeviceInfo& d, int64_t tiles) {
+  return time_with_stream_k(p, d, tiles) < 0.975;
+}
+
+// A round has a tile for each CTA. All rounds that have a place have to fit the L2 cache. Evidence: dq-pool.
+inline DqPool dq_pool_of(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  const bool asked = c.dq_pool == true;
+  if (c.dq_pool == false || p.is_varlen() || size > 128 || d.num_sms <= 0) return {};
+  if (!asked && !prefers_dq_pool(p, size)) return {};
+  const Grid g = make_grid(p, d, false, bwd_tile(size).block_n());
+  if (g.ctas <= 0 || g.ctas > INT32_MAX || query_tiles(p) > INT32_MAX) return {};
+  // A pool gains a tenth at most.
+  if (!asked && time_with_stream_k(p, d, g.ctas) < 0.9) return {};
+  const auto quotient = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
+  DqPool pool;
+  pool.heads_in_group = heads_in_group(false, g.head_slots, g.blocks, 1, d.num_sms);
+  const int64_t in_a_group = int64_t{g.blocks} * pool.heads_in_group;
+  pool.round_heads = static_cast<int>(pool.heads_in_group * quotient(d.num_sms, in_a_group));
+  pool.all_rounds = static_cast<int>(quotient(g.head_slots, pool.round_heads));
+  const int64_t l2 = d.l2_bytes > 0 ? d.l2_bytes : int64_t{50} << 20;
+  const int64_t round_bytes = pool.round_tiles(p) * BwdTile::kBlockM * size * 4;
+  pool.rounds = DqPool::kRounds;
+  if (!asked && 5 * pool.rounds * round_bytes > 4 * l2) --pool.rounds;
+  if (!asked && 5 * pool.rounds * round_bytes > 4 * l2) return {};
+  return pool.all_rounds > pool.rounds ? pool : DqPool{};
+}
+
+// Work tiles as bwd_grid() has them, for a pool.
+inline Grid pool_grid(const Problem& p, const DeviceInfo& d, int block_n, const DqPool& pool) {
+  Grid g = make_grid(p, d, false, block_n);
+  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(pool.heads_in_group));
+  g.heads_in_group = Divisor(static_cast<uint32_t>(pool.heads_in_group));
+  return g;
+}
+
+// Not what there is no kernel for: a softcap together with dropout or with anything that is added to scores. Nor a bias
+// that TMA cannot read and that differs from row to row: read from global memory it is slower here.
+inline bool is_bwd_mod_taken(const Problem& p, const Modifiers& m) {
+  if (m.softcap > 0.f && (m.adds() || m.rng != nullptr)) return false;
+  if (m.bias.ptr == nullptr) return true;
+  if (m.bias.is_float && m.bias.row_stride != 0) return m.bias.aligned;
+  return m.bias.row_stride != 0 ? m.bias.staged : m.bias.rows >= (p.is_varlen() ? p.total_q : p.seqlen_q);
+}
+
+// What bwd_bias/kernel.cuh computes: the gradient of a bias, element by element, of dense calls that hide keys by
+// intervals only and add nothing else.
+inline bool is_bias_gradient_taken(const Problem& p, const Modifiers& m, const BiasGradient& g) {
+  const bool is_elementwise = !g.is_slope && !g.sum_rows && !g.sum_cols;
+  const bool is_whole = g.rows == p.seqlen_q && g.cols == p.seqlen_k;
+  const bool is_alone = m.bias.row_stride != 0 && !m.by_distance && m.softcap == 0.f && m.rng == nullptr;
+  return !p.is_varlen() && is_elementwise && is_whole && is_alone && asks_only<kSharedIntervals>(m);
+}
+
+// What is left to the portable kernels: a softcap together with dropout or with anything that is added to scores; and a
+// bias that differs from row to row and whose rows cannot be asked for ahead. Not deterministic up to head_dim 128, what
+// kernels that add in any order do faster: a 16-bit bias there is taken before, by bwd_mod/kernel.cuh or by those.
+inline bool is_split_mod_taken(const Problem& p, const Modifiers& m, bool deterministic) {
+  if (m.softcap > 0.f && (m.adds() || m.rng != nullptr)) return false;
+  if (m.bias.ptr == nullptr || m.bias.row_stride == 0 || (m.bias.is_float && m.bias.col_stride == 1)) return true;
+  return m.bias.staged && (deterministic || split_mod_size(p) > 128);
+}
+
+}  // namespace flash_ext::sm90

@@ -24,6 +24,7 @@ bool supports_short(Req r, Dev d) {
 bool prefers_short(Req r, Dev d) { return is_short(r.problem, d, r.constraints); }
 bool supports_m64(Req r, Dev) { return tma_fwd(r) && hopper_dims(r.problem).d == 64; }
 bool prefers_m64(Req r, Dev d) { return sm90::prefers_m64(r.problem, d, r.constraints); }
+bool prefers_short_on_hopper(Req r, Dev d) { return prefers_short(r, d) && !(supports_m64(r, d) && prefers_m64(r, d)); }
 bool supports_m128(Req r, Dev) { return tma_fwd(r) && hopper_dims(r.problem).d <= 128; }
 bool prefers_m128(Req r, Dev d) {
   return sm90::takes_m128(r.problem, d, r.constraints, sm90::M128Cost::plain(r.problem));
@@ -270,11 +271,11 @@ using F = Family;
 using E = Evidence;
 
 constexpr Row kHopper[] = {
-    {F::kFwd, "sm90.fwd.m64", supports_m64, prefers_m64, build_hopper<64>, E::kM64},
-    {F::kFwd, "sm80.fwd.short", supports_short, prefers_short, build_short, E::kShort},
+    {F::kFwd, "sm80.fwd.short", supports_short, prefers_short_on_hopper, build_short, E::kShort},
     {F::kFwd, "sm90.fwd.parts", supports_parts, prefers_parts, build_parts, E::kFwdParts},
     {F::kFwd, "sm90.fwd.packed", supports_packed_dense, prefers_packed, build_packed_dense, E::kSplitKv},
     {F::kFwd, "sm80.fwd.split_kv", prefers_split_kv, prefers_split_kv_on_hopper, build_split_kv, E::kSplitKv},
+    {F::kFwd, "sm90.fwd.m64", supports_m64, prefers_m64, build_hopper<64>, E::kM64},
     {F::kFwd, "sm90.fwd.m128", supports_m128, prefers_m128, build_hopper<128>, E::kGrid},
     {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<192>, E::kM192},
     {F::kFwd, "sm90.fwd.m128_wide", supports_tma, nullptr, build_hopper<192>, E::kNone},

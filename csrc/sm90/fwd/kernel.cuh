@@ -22,10 +22,7 @@ template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kTile.ctas)
     fwd_sm90_kernel(const __grid_constant__ typename T::Args a, const __grid_constant__ FwdMaps maps) {
   run_cta<T, typename T::Tile, Barriers<T>>(
-      T::kWorkAt, T::kBarriersAt,
-      [](const auto&) {
-        if constexpr (T::kParts) ptx::allow_next_kernel();  // which adds them up
-      },
+      T::kWorkAt, T::kBarriersAt, [](const auto&) {},
       [&](const auto& cta, int warp) {
         if (warp == 0) {
           schedule_work<T>(a, maps, cta.smem, cta.shared, cta.bars);

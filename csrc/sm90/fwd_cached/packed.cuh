@@ -259,7 +259,6 @@ __device__ __forceinline__ void schedule_packed_work(const typename T::Args& a, 
     if (is_outside()) return a.served.upto == INT32_MAX;
     return rows() > a.served.above && rows() <= a.served.upto;
   };
-  ptx::allow_next_kernel();  // which adds up parts, and begins where these CTAs end
   if constexpr (!T::kCutsQueries) clear_unused_rows<T>(a, smem, threadIdx.x % 32);
   if (is_first_lane()) claim_counter(a.scheduler);
   PipelineState<T::kQStages> q_ring;

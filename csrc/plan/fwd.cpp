@@ -87,11 +87,11 @@ template <int kMostRows>
 void build_hopper(Req r, Dev d, Plan& p) {
   const HeadDims x = hopper_dims(r.problem);
   const sm90::FwdTile t = sm90::fwd_tile(x.d, x.dv, kMostRows);
-  const int unit_heads = x.d <= 128 ? sm90::unit_heads_of(r.problem) : 1;
+  const int ctas = d.num_sms * t.ctas, unit_heads = x.d <= 128 ? sm90::unit_heads_of(r.problem, ctas) : 1;
   const Grid grid = unit_heads > 1 ? sm90::unit_grid(r.problem, d, t.block_m(), unit_heads)
                                    : sm90::fwd_grid(r.problem, d, t.block_m());
   Launch& l = p.push(main_of(KernelId::kFwd90, x.d, x.dv, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
-                             t.smem_bytes(x.d, x.dv), grid, d.num_sms * t.ctas));
+                             t.smem_bytes(x.d, x.dv), grid, ctas));
   l.unit_heads = unit_heads;
   l.dynamic = sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, t.block_m());
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);

@@ -81,9 +81,13 @@ inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m) {
 
 // Packed sequences of one tile on average: how many query heads of a tile are given out together. Whoever fetches a work tile
 // asks memory and searches cu_seqlens for it, 1.2 us, which is as long as such a tile takes. Evidence: unit-heads.
-inline int unit_heads_of(const Problem& p) {
+// None where CTAs would then have fewer than two units.
+inline int unit_heads_of(const Problem& p, int64_t ctas) {
   if (!p.is_varlen() || p.total_q > int64_t{128} * p.batch || has_long_keys(p)) return 1;
-  return p.num_heads % 4 == 0 ? 4 : p.num_heads % 2 == 0 ? 2 : 1;
+  for (const int unit : {4, 2}) {
+    if (p.num_heads % unit == 0 && int64_t{p.batch} * p.num_heads >= 2 * unit * ctas) return unit;
+  }
+  return 1;
 }
 // All heads side by side: keys are shared inside of a sequence alone.
 inline Grid unit_grid(const Problem& p, const DeviceInfo& d, int block_m, int unit_heads) {

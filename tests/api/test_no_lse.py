@@ -399,8 +399,9 @@ def row_calls() -> Iterator[RowCall]:
     yield from (short, dataclasses.replace(short, lengths=(49, 33), options=("causal",)))
     modified_short = dataclasses.replace(short, row="sm80.fwd_mod.short", options=("bias",))
     yield from (modified_short, dataclasses.replace(modified_short, options=("bias", "sinks", "dropout")))
-    for row, head_dim in (("sm80.fwd", 64), ("sm80.fwd", 256), ("sm90.fwd.m128", 64), ("sm90.fwd.m128", 128),
-                          ("sm90.fwd.m192", 128), ("sm90.fwd.m128_wide", 256)):  # fmt: skip
+    for row, head_dim in (("sm80.fwd", 64), ("sm80.fwd", 256), ("sm90.fwd.m64", 64), ("sm90.fwd.m128", 64),
+                          ("sm90.fwd.m128", 128), ("sm90.fwd.m192", 128),
+                          ("sm90.fwd.m128_wide", 256)):  # fmt: skip
         call = RowCall(row, head_dim=head_dim)
         yield call
         yield dataclasses.replace(call, lengths=hides_rows, options=("causal",))

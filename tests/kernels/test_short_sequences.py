@@ -53,16 +53,26 @@ def test_three_ctas_fit_a_multiprocessor(pretended_gpu) -> None:
 @pytest.mark.parametrize(("heads", "expected"), [(16, 4), (20, 4), (6, 2), (3, 1), (1, 1)])
 def test_units_divide_the_heads(pretended_gpu, heads: int, expected: int) -> None:
     for head_dim in (64, 80, 128):
-        found = planned(100, 64, num_heads=heads, num_heads_k=1, head_dim=head_dim, head_dim_v=head_dim)
+        found = planned(300, 64, num_heads=heads, num_heads_k=1, head_dim=head_dim, head_dim_v=head_dim)
         assert unit(found) == expected
         assert main(found)["tiles"] % (heads // expected) == 0
 
 
 def test_no_units_where_tiles_are_long(pretended_gpu) -> None:
-    assert unit(planned(100, 128)) == 4 and unit(planned(100, 129)) == 1
-    assert unit(planned(100, 64, head_dim=192, head_dim_v=192)) == 1
+    assert unit(planned(300, 128)) == 4 and unit(planned(300, 129)) == 1
+    assert unit(planned(300, 64, head_dim=192, head_dim_v=192)) == 1
     assert unit(planned(2000, 64)) == 1  # one sequence may have more keys than are taken at once
-    assert unit(planned(100, 64, packed=False, seqlen_q=64, seqlen_k=64, backend="sm90 short_kernels=0")) == 1
+    assert (
+        unit(planned(1000, 64, packed=False, seqlen_q=64, seqlen_k=64, backend="sm90 short_kernels=0")) == 1
+    )
+
+
+def test_each_cta_has_two_units(pretended_gpu) -> None:
+    for head_dim, ctas in ((64, 3 * 132), (128, 132)):
+        sizes = dict(head_dim=head_dim, head_dim_v=head_dim, num_heads=4, num_heads_k=4)
+        assert unit(planned(2 * ctas, 64, **sizes)) == 4
+        assert unit(planned(2 * ctas - 1, 64, **sizes)) == 2
+        assert unit(planned(ctas - 1, 64, **sizes)) == 1
 
 
 # ---- results ----
@@ -89,7 +99,8 @@ def cases(head_dim: int, heads: int, heads_k: int) -> list[Case]:
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 128])
 @on_targets("sm90")
 def test_units_are_right(target: Target, head_dim: int, heads: int, heads_k: int) -> None:
-    run_cases(cases(head_dim, heads, heads_k), target)
+    """Few CTAs have enough of them for units of heads."""
+    run_cases(cases(head_dim, heads, heads_k), target.pretending(num_sms=1))
 
 
 @pytest.mark.parametrize("head_dim", [8, 40, 64])
@@ -140,7 +151,7 @@ def test_300_repeats_are_equal(target: Target, row: str) -> None:
 @on_targets("sm90")
 def test_lengths_change_between_replays(target: Target, head_dim: int) -> None:
     """The counter of work tiles is given up by the last unit, whatever units hold."""
-    batch, total = 40, 40 * 50
+    batch, total, target = 40, 40 * 50, target.pretending(num_sms=1)
     q, k, v = (torch.randn(total, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 
     def bounds(longest: int) -> torch.Tensor:

@@ -43,8 +43,8 @@ PORTABLE_MOD_KIND_HEAD_DIMS = (128,)
 ONE_CLASS = ("bwd_q_kernel", "bwd_q_mod_kernel")
 ANY_HEAD_DIM = ("bwd_bias_kernel",)  # for both classes
 HOPPER = ("fwd_sm90_kernel",)  # compiled for sm_90a alone
-# 192 for head_dim_v of 192 and of 128; lower tiles, for whole keys and for parts of them.
-HOPPER_HEAD_DIMS = (*HEAD_DIMS, 192, *(2 * (64, 96, 128)))
+# 192 for head_dim_v of 192 and of 128; lower tiles, for whole keys and for parts of them; the lowest ones.
+HOPPER_HEAD_DIMS = (*HEAD_DIMS, 192, *(2 * (64, 96, 128)), 64)
 HOPPER_CACHED = ("fwd_cached_sm90_kernel",)
 HOPPER_CACHED_HEAD_DIMS = (*HEAD_DIMS, 192)  # as above, without lower tiles
 # Up to 128 once more, for few rows.
@@ -69,7 +69,9 @@ WIDE_SCORE_KINDS = (0, 1, 3, 5)  # hidden, added, capped, dropped with or withou
 PLAIN_SCORES = 6  # the kind of those kernels without modifiers
 HOPPER_BWD_BIAS = ("bwd_bias_sm90_kernel",)
 HOPPER_BWD = ("bwd_sm90_kernel",)
-DQ_KINDS = (0, 1)  # added in any order, in a fixed one; 2, not at all, for few rows; 3, stored, for few keys
+# Added in any order, in a fixed one, in any by CTAs that share blocks; 2, not at all, for few rows;
+# 3, stored, for few keys.
+DQ_KINDS = (0, 1, 4)
 FEW_KEYS = (64,)  # head_dims
 FEW_ROWS = (64, 128)  # head_dims; dQ then has the kernel of those above 128
 HOPPER_BWD_PASSES = ("row_stats_and_zero_kernel", "dq_convert_kernel")
@@ -177,7 +179,7 @@ def kernel_id(name: str) -> tuple[str, str | None, int | None, int | None]:
     if quantized := re.search(r"QuantizedTraits<\(\w+(?:::\w+)*\)(\d), (\d+), \d+>", name):
         return kernel.group(1), quantized.group(1), int(quantized.group(2)), None
     config = re.search(
-        r"(__half|__nv_bfloat16)(?:, (\d+))?(?:, \d+)?(?:, \(\w+(?:::\w+)*\)(\d+))?"
+        r"(__half|__nv_bfloat16)(?:, (\d+))?(?:, \d+)*(?:, \(\w+(?:::\w+)*\)(\d+))?"
         r"(?:, \(\w+(?:::\w+)*\)\d)?(?:, (?:true|false))*>",
         name,
     )

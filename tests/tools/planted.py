@@ -241,7 +241,7 @@ MUTANTS = (
              "come = __ballot_sync(ptx::kFullWarp, (seen & ~kFirst) == block) | 1u;")), "races"),
     Mutant(1602, "M16 deterministic flag ignored (Hopper)",
            "dQ is summed in no order in the deterministic mode, too", (
-        Edit("sm90/bwd/launch.cuh", "return l.dq == DqMode::kOrdered ?", "return false ?"),), "races"),
+        Edit("sm90/bwd/launch.cuh", "if (l.dq == DqMode::kOrdered) return", "if (false) return"),), "races"),
     Mutant(1802, "M18 grouped heads by modulo (Hopper)",
            "query head h reads key head h % num_heads_k in the forward", (
         Edit("sm90/fwd/produce.cuh", "static_cast<int>(divide(work.w.h, a.grid.shared));",

@@ -59,6 +59,11 @@ constexpr int heads_in_group(bool dynamic, int64_t head_slots, int64_t blocks, i
   return static_cast<int>((head_slots + groups - 1) / groups);
 }
 
+inline void set_heads_in_group(Grid& g, int heads) {
+  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
+  g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
+}
+
 // Work tiles in the order in which CTAs take them; `ctas` counts work tiles, of which a CTA takes many. `unequal`: in
 // their keys.
 inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m, bool unequal) {
@@ -70,8 +75,7 @@ inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m, bool un
     heads = std::clamp(d.num_sms / static_cast<int>(4 * g.blocks), 1, static_cast<int>(g.head_slots));
     g.first_block = 0;
   }
-  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
-  g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
+  set_heads_in_group(g, heads);
   return g;
 }
 
@@ -95,8 +99,7 @@ inline Grid unit_grid(const Problem& p, const DeviceInfo& d, int block_m, int un
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
   g.head_slots /= static_cast<uint32_t>(unit_heads);
   g.ctas /= unit_heads;
-  g.group_tiles = Divisor(g.blocks * g.head_slots);
-  g.heads_in_group = Divisor(g.head_slots);
+  set_heads_in_group(g, static_cast<int>(g.head_slots));
   return g;
 }
 
@@ -132,8 +135,7 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool or
   } else if (dynamic) {
     heads = dynamic_heads(g.head_slots, g.blocks, fit, d.num_sms);
   }
-  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
-  g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
+  set_heads_in_group(g, heads);
   return g;
 }
 
@@ -144,11 +146,6 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool or
 // Tiles of either kernel in the order in which CTAs take them. Of equal length: one head after the other, because all
 // CTAs then stream the same tiles at the same time. Else longest first in groups of heads whose streamed rows fit the L2
 // cache. Evidence: split-bwd-wide.
-inline void set_heads_in_group(Grid& g, int heads) {
-  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(heads));
-  g.heads_in_group = Divisor(static_cast<uint32_t>(heads));
-}
-
 inline Grid dkdv_grid(const Problem& p, const DeviceInfo& d, bool dynamic) {
   Grid g = make_grid(p, d, false, SplitBwdTile::kKeys);
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;

@@ -151,8 +151,7 @@ inline DqPool dq_pool_of(const Problem& p, const DeviceInfo& d, const Constraint
 // Work tiles as bwd_grid() has them, for a pool.
 inline Grid pool_grid(const Problem& p, const DeviceInfo& d, int block_n, const DqPool& pool) {
   Grid g = make_grid(p, d, false, block_n);
-  g.group_tiles = Divisor(g.blocks * static_cast<uint32_t>(pool.heads_in_group));
-  g.heads_in_group = Divisor(static_cast<uint32_t>(pool.heads_in_group));
+  set_heads_in_group(g, pool.heads_in_group);
   return g;
 }
 

@@ -42,7 +42,7 @@ def test_they_serve_up_to_80_queries_and_keys(pretended_gpu, direction: str) -> 
                 kernel = plan(direction, rows, keys, **sizes)["kernel"]
                 is_large = direction == "fwd" and batch == 4096 and head_dim <= 64
                 is_m64 = is_large and min(rows, keys) > 32
-                assert kernel.endswith("_m64") == is_m64 or keys > 80 or rows > 80
+                assert kernel.endswith("_m64") == is_m64, (head_dim, rows, keys, kernel)
                 wanted = max(rows, keys) <= most and not is_m64
                 assert ("short" in kernel) == wanted, (head_dim, rows, keys, kernel)
 

@@ -22,6 +22,7 @@ from flash_ext._ops.library_mod import modifier_arguments
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext.compat import flash_attn
 from tests.conftest import NO_CACHING
+from tests.graphs import capture
 from tests.qkv import make_packed, make_qkv, null_kernels, on_devices, tolerance
 
 OPS = torch.ops.flash_ext
@@ -591,11 +592,7 @@ def test_a_graph_without_lse() -> None:
     """Captured, the launch has no place for lse either."""
     q, k, v = (torch.randn(2, 300, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     wanted = flash_ext.attention(q, k, v, return_aux=LSE)[0]
-    flash_ext.attention(q, k, v)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = flash_ext.attention(q, k, v)
+    graph, out = capture(lambda: flash_ext.attention(q, k, v))
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, wanted)

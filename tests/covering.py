@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
+
+import pytest
 
 
 def covering_array(levels: list[int], strength: int, seed: int = 0) -> list[tuple[int, ...]]:
@@ -67,3 +70,27 @@ def _best_level(
 def _mark(row: dict[int, int], uncovered: dict) -> None:
     for group, open_here in uncovered.items():
         open_here.discard(tuple(row[f] for f in group))
+
+
+def pairs_on_cpu(
+    gpu: Sequence[pytest.MarkDecorator] = (pytest.mark.gpu,), strength: int = 2, **factors: Sequence
+) -> pytest.MarkDecorator:
+    """A test's factors and its ``device``: all combinations on a GPU, on the CPU all pairs of levels alone.
+
+    Options choose among kernels on a GPU, and meet in one and the same code on the CPU.
+
+    Args:
+        gpu: marks of the cases on a GPU.
+        strength: how many factors are combined on the CPU.
+    """
+    levels = [list(factor) for factor in factors.values()]
+    covered = covering_array([len(own) for own in levels], strength)
+    on_cpu = ([own[i] for own, i in zip(levels, row)] for row in covered)
+    cases = [(*row, "cpu") for row in on_cpu] + [(*row, "cuda") for row in itertools.product(*levels)]
+    return pytest.mark.parametrize(
+        (*factors, "device"),
+        [
+            pytest.param(*case, id="-".join(map(str, case)), marks=gpu if case[-1] == "cuda" else ())
+            for case in cases
+        ],
+    )

@@ -16,6 +16,11 @@ from tests.reference import attention_reference
 
 PLACES = ("pages", "entries", "packed keys")
 LAYOUTS = ("apart", "together", "heads first")
+# Queries and keys of sequences: decoding steps, a few new tokens, pieces of prompts, nothing.
+MIXED = {
+    "cpu": ([1, 5, 0, 1, 20, 40, 30, 9], [270, 5, 77, 0, 130, 40, 90, 3]),
+    "cuda": ([1, 5, 0, 1, 20, 150, 70, 9], [333, 5, 77, 0, 130, 150, 421, 3]),
+}
 JUNK = (-1, 2**31 - 1, -(2**31), 10**6)
 
 

@@ -14,15 +14,9 @@ from flash_ext import AuxRequest, attention_varlen
 from flash_ext._cpu import fp8
 from flash_ext._ops.library import _C
 from flash_ext.fp8 import Fp8Inputs, attention_fp8, quantize_fp8
-from tests.fp8.test_fp8 import DEVICES, check, error_of, make, rows_of
+from tests.covering import pairs_on_cpu
+from tests.fp8.test_fp8 import DEVICES, ON_GPU, bounds_of, check, error_of, make, rows_of
 from tests.qkv import null_kernels
-
-
-def bounds_of(*starts: list[int], device: str = "cpu") -> dict[str, Tensor]:
-    return {
-        f"cu_seqlens_{side}": torch.tensor(x, dtype=torch.int32, device=device)
-        for side, x in zip("qk", starts, strict=True)
-    }
 
 
 def e4m3(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -204,15 +198,18 @@ def test_rounding_leaves_the_mean_of_v(device: str, packed: bool, used: bool) ->
 # ---- masks, lengths, values ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", ["fp8", "mixed"])
-@pytest.mark.parametrize("rows", [300, 1100])
-@pytest.mark.parametrize(
-    "options",
-    [{"window_size": (70, -1)}, {"window_size": (130, 0)}, {"window_size": (300, -1), "causal": True}],
-    ids=str,
+@pairs_on_cpu(
+    gpu=ON_GPU,
+    mode=["fp8", "mixed"],
+    rows=[300, 1100],
+    options=[
+        {"window_size": (70, -1)},
+        {"window_size": (130, 0)},
+        {"window_size": (300, -1), "causal": True},
+    ],
 )
 def test_left_windows(device: str, mode: str, rows: int, options: dict) -> None:
+    rows = rows if device == "cuda" else min(rows, 420)
     check(quantize_fp8(*make(rows, rows, device=device), mode=mode), **options)
 
 

@@ -16,6 +16,7 @@ from flash_ext._ops.library import _C
 from flash_ext._ops.spec import AttnSpec
 from flash_ext.fp8 import Fp8Inputs, attention_fp8, quantize_fp8
 from tests import fp8_kernel
+from tests.covering import pairs_on_cpu
 from tests.qkv import null_kernels
 from tests.reference import attention_reference
 
@@ -40,6 +41,13 @@ def make(
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     return draw(rows, heads, dim), draw(keys, heads_k, dim), draw(keys, heads_k, dim_v or dim)
+
+
+def bounds_of(*starts: list[int], device: str = "cpu") -> dict[str, Tensor]:
+    return {
+        f"cu_seqlens_{side}": torch.tensor(x, dtype=torch.int32, device=device)
+        for side, x in zip("qk", starts, strict=True)
+    }
 
 
 def truth(x: Fp8Inputs, **options: object) -> tuple[Tensor, Tensor]:
@@ -103,8 +111,13 @@ MASKS = [
     {"scale": -0.1},
     {"scale": 0.0},
 ]
+# q and k of 16 bits have no kernel above 128.
 HEAD_SIZES = [
-    (16, 16), (48, 32), (64, 64), (96, 96), (80, 128), (128, 128), (192, 128), (192, 192), (256, 256),
+    (dim, dim_v, mode)
+    for dim, dim_v in (
+        (16, 16), (48, 32), (64, 64), (96, 96), (80, 128), (128, 128), (192, 128), (192, 192), (256, 256),
+    )
+    for mode in ("fp8", "mixed")[: 2 if dim <= 128 else 1]
 ]  # fmt: skip
 QUANTISATIONS = [
     {},
@@ -123,28 +136,24 @@ def test_dense(device: str, how: dict, options: dict) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", ["fp8", "mixed"])
-@pytest.mark.parametrize("dims", HEAD_SIZES)
-def test_head_sizes(device: str, dims: tuple[int, int], mode: str) -> None:
-    if mode == "mixed" and max(dims) > 128:
-        pytest.skip("q and k of 16 bits have no kernel above 128")
-    dim, dim_v = dims
+@pytest.mark.parametrize(("dim", "dim_v", "mode"), HEAD_SIZES)
+def test_head_sizes(device: str, dim: int, dim_v: int, mode: str) -> None:
     check(quantize_fp8(*make(dim=dim, dim_v=dim_v, device=device), mode=mode), causal=True)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dims", [(192, 192), (160, 144), (256, 256), (64, 208), (240, 32)])
-@pytest.mark.parametrize("how", [{}, {"granularity": "head", "smooth_v": False}], ids=str)
-@pytest.mark.parametrize("options", MASKS[:3], ids=str)
+@pairs_on_cpu(
+    gpu=ON_GPU,
+    dims=[(192, 192), (160, 144), (256, 256), (64, 208), (240, 32)],
+    how=[{}, {"granularity": "head", "smooth_v": False}],
+    options=MASKS[:3],
+)
 def test_wide_values(device: str, dims: tuple[int, int], how: dict, options: dict) -> None:
-    """More keys than one accumulator takes, dense and packed."""
-    dim, dim_v = dims
-    check(quantize_fp8(*make(330, 2500, 2, 1, dim, dim_v, batch=1, device=device), **how), **options)
-    bounds = {
-        f"cu_seqlens_{side}": torch.tensor(x, dtype=torch.int32, device=device)
-        for side, x in (("q", [3, 103, 103, 390]), ("k", [5, 205, 240, 1690]))
-    }
-    tensors = make(400, 1700, 2, 1, dim, dim_v, packed=True, device=device)
+    """On a GPU more keys than one accumulator takes, dense and packed."""
+    rows, keys = (330, 2500) if device == "cuda" else (140, 300)
+    check(quantize_fp8(*make(rows, keys, 2, 1, *dims, batch=1, device=device), **how), **options)
+    ends = (390, 1690) if device == "cuda" else (190, 390)
+    bounds = bounds_of([3, 103, 103, ends[0]], [5, 205, 240, ends[1]], device=device)
+    tensors = make(ends[0] + 10, ends[1] + 10, 2, 1, *dims, packed=True, device=device)
     check(quantize_fp8(*tensors, **bounds, **how), **options)
 
 
@@ -158,9 +167,7 @@ def test_lengths(device: str, lengths: tuple[int, int], causal: bool) -> None:
     check(x, gate=0.05, causal=causal)  # few keys: no errors cancel
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("how", QUANTISATIONS, ids=str)
-@pytest.mark.parametrize("options", MASKS[:3], ids=str)
+@pairs_on_cpu(gpu=ON_GPU, strength=1, how=QUANTISATIONS, options=MASKS[:3])
 def test_packed(device: str, how: dict, options: dict) -> None:
     """With rows of no sequence in front and behind, one side empty, and lengths off every grid."""
     q, k, v = make(400, 700, packed=True, device=device)
@@ -215,6 +222,7 @@ def far(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 HEAD_DIMS_OF_DATA = [128, 192, 256]
+MODES_OF_DATA = [*((dim, "fp8") for dim in HEAD_DIMS_OF_DATA), (128, "mixed")]
 
 DATA: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], None], float]] = {
     "outliers": (outliers, GATE),
@@ -232,13 +240,10 @@ DATA: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], None], float]] = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", ["fp8", "mixed"])
-@pytest.mark.parametrize("dim", HEAD_DIMS_OF_DATA)
+@pytest.mark.parametrize(("dim", "mode"), MODES_OF_DATA)
 @pytest.mark.parametrize("data", DATA)
 def test_data(device: str, data: str, dim: int, mode: str) -> None:
-    if mode == "mixed" and dim > 128:
-        pytest.skip("q and k of 16 bits have no kernel above 128")
-    q, k, v = make(130, 1500, dim=dim, device=device)
+    q, k, v = make(130, 1500 if device == "cuda" else 300, dim=dim, device=device)
     change, gate = DATA[data]
     change(q, k, v)
     check_modelled(quantize_fp8(q, k, v, mode=mode), gate=max(gate, 0.004))

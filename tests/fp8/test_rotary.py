@@ -21,14 +21,14 @@ def factors(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> tup
 
 
 def turned(x: Tensor, pair: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
-    """Each pair of features by itself, in float64."""
+    """In float64."""
     cos, sin = (t.double().unsqueeze(-2) for t in pair)
     half, y = cos.shape[-1], x.double().clone()
-    for i in range(half):
-        low, high = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-        a, b = x[..., low].double(), x[..., high].double()
-        y[..., low] = a * cos[..., i] - b * sin[..., i]
-        y[..., high] = a * sin[..., i] + b * cos[..., i]
+    low, high = slice(half), slice(half, 2 * half)
+    if interleaved:
+        low, high = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    a, b = x[..., low].double(), x[..., high].double()
+    y[..., low], y[..., high] = a * cos - b * sin, a * sin + b * cos
     return y
 
 

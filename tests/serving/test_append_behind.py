@@ -14,6 +14,7 @@ import flash_ext
 from bench import host_cost
 from flash_ext import serving
 from flash_ext.serving import Rotary, append_kv
+from tests.covering import pairs_on_cpu
 from tests.qkv import null_kernels, on_devices
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -102,10 +103,7 @@ def make(way: str, count: int, dtype: torch.dtype, device: str) -> dict[str, Any
     }  # fmt: skip
 
 
-@on_devices
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [0, 1, 5])
-@pytest.mark.parametrize("way", ["table", "entries", "neither"])
+@pairs_on_cpu(way=["table", "entries", "neither"], count=[0, 1, 5], dtype=DTYPES)
 def test_places_are_found(way: str, count: int, dtype: torch.dtype, device: str) -> None:
     call = make(way, count, dtype, device)
     for lengths in (call["lengths"], call["lengths"].int(), call["lengths"].repeat_interleave(2)[::2]):
@@ -120,12 +118,7 @@ def test_places_are_found(way: str, count: int, dtype: torch.dtype, device: str)
         assert count != 5 or way == "entries" or (slots >= 0).any()
 
 
-@on_devices
-@pytest.mark.parametrize("pairs", [True, False])
-@pytest.mark.parametrize("half", [4, 13, 32])
-@pytest.mark.parametrize("counts", [True, False])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pairs_on_cpu(dtype=DTYPES, packed=[True, False], counts=[True, False], half=[4, 13, 32], pairs=[True, False])
 def test_keys_and_queries_are_turned(
     dtype: torch.dtype, packed: bool, counts: bool, half: int, pairs: bool, device: str
 ) -> None:
@@ -217,11 +210,9 @@ def engine_call(way: str, packed: bool, rotary: bool | None, count: int, device:
     return q, caches, new, options
 
 
-@on_devices
-@pytest.mark.parametrize("count", [0, 1, 5])
-@pytest.mark.parametrize("rotary", [None, True, False])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("way", ["table", "entries", "neither"])
+@pairs_on_cpu(
+    way=["table", "entries", "neither"], packed=[False, True], rotary=[None, True, False], count=[0, 1, 5]
+)
 def test_a_call_is_an_append_and_a_read(
     way: str, packed: bool, rotary: bool | None, count: int, device: str
 ) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext.serving import Rotary, append_kv
+from tests.covering import pairs_on_cpu
 from tests.qkv import null_kernels, on_devices
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -37,10 +38,7 @@ def by_definition(k: Tensor, r: Rotary) -> Tensor:
     return torch.cat([turned.to(k.dtype), rest], -1)
 
 
-@on_devices
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["apart", "heads first"])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 96), (37, 20), (256, 256)], ids=str)
+@pairs_on_cpu(dims=[(64, 64), (128, 96), (37, 20), (256, 256)], layout=["apart", "heads first"], dtype=DTYPES)
 def test_values_land_in_their_slots_and_nowhere_else(
     dims: tuple[int, int], layout: str, dtype: torch.dtype, device: str
 ) -> None:
@@ -59,11 +57,7 @@ def test_values_land_in_their_slots_and_nowhere_else(
             cache.copy_(old)
 
 
-@on_devices
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("rotary_dim", [8, 20, 64])
-@pytest.mark.parametrize("factors", [torch.float32, None], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pairs_on_cpu(dtype=DTYPES, factors=[torch.float32, None], rotary_dim=[8, 20, 64], interleaved=[True, False])
 def test_keys_are_turned_as_torch_does(
     dtype: torch.dtype, factors: torch.dtype | None, rotary_dim: int, interleaved: bool, device: str
 ) -> None:

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from flash_ext import AuxRequest, attention_varlen, serving
 from flash_ext._ops.library import _C
+from tests.covering import pairs_on_cpu
 from tests.graphs import capture
 from tests.pages import Cache, check, close, make_cache, packed_queries, truth
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_devices = pytest.mark.parametrize("device", [
-    "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs Hopper")]),
-])  # fmt: skip
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs Hopper")]
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 D, DV = 576, 512
 
 
@@ -27,7 +26,7 @@ def on_hopper(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs Hopper")(test))
 
 
-LENGTHS = (200, 64, 0, 1000, 5, 1, 129, 2049)
+LENGTHS = {"cpu": (200, 64, 0, 130, 5, 1, 129, 70), "cuda": (200, 64, 0, 1000, 5, 1, 129, 2049)}
 
 
 @pytest.fixture(autouse=True)
@@ -55,20 +54,22 @@ def packed(
     return out
 
 
-@on_devices
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (100, 0), (30, 7)], ids=str)
-@pytest.mark.parametrize("heads", [1, 3, 16, 64, 71, 128])
+@pairs_on_cpu(
+    gpu=ON_GPU,
+    strength=1,
+    heads=[1, 3, 16, 64, 71, 128],
+    window=[(-1, -1), (-1, 0), (100, 0), (30, 7)],
+)
 def test_heads_of_every_number(heads: int, window: tuple[int, int], device: str) -> None:
     """Tiles of 64 rows that hold many queries, one, and a part of one."""
     counts = (1, 2, 3, 2, 0, 1, 4, 5) if heads > 16 else (5, 16, 17, 64, 0, 1, 33, 32)
-    cache = latents(LENGTHS if device == "cuda" else LENGTHS[:3] + (130, 5, 1, 129, 70), 64, device)
-    packed(cache, heads, counts, window)
+    packed(latents(LENGTHS[device], 64, device), heads, counts, window)
 
 
 @on_devices
 @pytest.mark.parametrize("page_size", [8, 24, 64, 128, 1000])
 def test_pages_of_every_size(page_size: int, device: str) -> None:
-    packed(latents(LENGTHS, page_size, device), 16, (1, 2, 3, 4, 0, 1, 2, 1), (-1, 0))
+    packed(latents(LENGTHS[device], page_size, device), 16, (1, 2, 3, 4, 0, 1, 2, 1), (-1, 0))
 
 
 @on_devices

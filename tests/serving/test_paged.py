@@ -11,7 +11,8 @@ from torch import Tensor
 import flash_ext
 from flash_ext import AuxRequest, attention_varlen, masks, serving
 from flash_ext._ops.library import _C
-from tests.pages import LAYOUTS, check, close, make_cache, packed_queries, truth
+from tests.covering import pairs_on_cpu
+from tests.pages import LAYOUTS, MIXED, check, close, make_cache, packed_queries, truth
 from tests.qkv import dtype_on, null_kernels, on_devices
 
 LSE = AuxRequest(lse=True)
@@ -44,16 +45,14 @@ def test_one_query_a_sequence(page_size: int, layout: str, device: str) -> None:
 HEADS = ((4, 4, 64, 64), (16, 1, 128, 128), (6, 2, 40, 72), (24, 1, 64, 64), (2, 1, 256, 256), (2, 2, 37, 37))
 
 
-@on_devices
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (50, 0), (30, 7)], ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pairs_on_cpu(heads=HEADS, window=[(-1, -1), (-1, 0), (50, 0), (30, 7)])
 def test_few_and_many_queries_in_one_call(heads: tuple, window: tuple[int, int], device: str) -> None:
     """Decoding steps, a few new tokens and pieces of prompts; rows before and behind the sequences."""
     h, h_k, d, dv = heads
-    counts, lengths = [1, 5, 0, 1, 20, 150, 70, 9], [333, 5, 77, 0, 130, 150, 421, 3]
+    counts, lengths = MIXED[device]
     cache = make_cache(lengths, 16, h_k, d, dv, device, dtype_on(device), "heads first")
     q, bounds, each = packed_queries(counts, h, d, device, dtype_on(device), outside=3)
-    for bound in (None, 150):
+    for bound in (None, max(counts)):
         out, lse = run(q, bounds, cache, window_size=window, max_seqlen_q=bound)
         check(out, lse, bounds, each, cache, window)
 
@@ -143,10 +142,7 @@ def test_sinks(window: tuple[int, int], device: str) -> None:
 GROUPS = ((4, 4, 64), (16, 2, 128), (8, 1, 256), (24, 1, 64))
 
 
-@on_devices
-@pytest.mark.parametrize("longest", [1, 9, 200])
-@pytest.mark.parametrize("asked", ["softcap", "slopes", "slopes of each", "all"])
-@pytest.mark.parametrize("heads", GROUPS, ids=str)
+@pairs_on_cpu(heads=GROUPS, asked=["softcap", "slopes", "slopes of each", "all"], longest=[1, 9, 200])
 def test_softcap_and_slopes(heads: tuple[int, int, int], asked: str, longest: int, device: str) -> None:
     """With sequences of one tile of rows, whose keys are in parts, and of several; some without keys."""
     h, h_k, d = heads

@@ -13,7 +13,8 @@ from torch import Tensor
 import flash_ext
 from flash_ext import AuxRequest, attention_varlen, masks, serving
 from flash_ext._ops.library import _C
-from tests.pages import FACTORS, LAYOUTS, Cache, check, close, in_bytes, make_cache, packed_queries
+from tests.covering import pairs_on_cpu
+from tests.pages import FACTORS, LAYOUTS, MIXED, Cache, check, close, in_bytes, make_cache, packed_queries
 from tests.qkv import dtype_on, null_kernels, on_devices
 
 LSE = AuxRequest(lse=True)
@@ -42,35 +43,30 @@ def run(q: Tensor, bounds: Tensor, cache: Cache, **options: Any) -> tuple[Tensor
     return out, aux.lse
 
 
-@on_devices
-@of_each_type
-@pytest.mark.parametrize("factors", FACTORS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_query_a_sequence(layout: str, factors: str, kind: torch.dtype, device: str) -> None:
-    for page_size in (1, 16, 24, 128):
-        lengths = [0, 1, page_size - 1, page_size, page_size + 1, 700]
-        cache, descales = make(lengths, page_size, kind, factors, device, layout)
-        q, bounds, each = packed_queries([1] * len(lengths), 8, 64, device, dtype_on(device))
-        check(*run(q, bounds, cache, max_seqlen_q=1, **descales), bounds, each, cache)
+@pairs_on_cpu(layout=LAYOUTS, factors=FACTORS, kind=BYTES, page_size=[1, 16, 24, 128])
+def test_one_query_a_sequence(
+    layout: str, factors: str, kind: torch.dtype, page_size: int, device: str
+) -> None:
+    lengths = [0, 1, page_size - 1, page_size, page_size + 1, 700]
+    cache, descales = make(lengths, page_size, kind, factors, device, layout)
+    q, bounds, each = packed_queries([1] * len(lengths), 8, 64, device, dtype_on(device))
+    check(*run(q, bounds, cache, max_seqlen_q=1, **descales), bounds, each, cache)
 
 
 # (heads, key heads, head_dim, head_dim_v)
 HEADS = ((4, 4, 64, 64), (16, 1, 128, 128), (6, 2, 80, 48), (24, 1, 64, 64), (2, 1, 256, 256), (2, 2, 16, 96))
+WINDOWS = ((-1, -1), (-1, 0), (50, 0), (30, 7))
 
 
-@on_devices
-@of_each_type
-@pytest.mark.parametrize("factors", ["heads", "slots"])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (50, 0), (30, 7)], ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pairs_on_cpu(heads=HEADS, window=WINDOWS, factors=["heads", "slots"], kind=BYTES)
 def test_few_and_many_queries_in_one_call(
     heads: tuple, window: tuple[int, int], factors: str, kind: torch.dtype, device: str
 ) -> None:
     h, h_k, d, dv = heads
-    counts, lengths = [1, 5, 0, 1, 20, 150, 70, 9], [333, 5, 77, 0, 130, 150, 421, 3]
+    counts, lengths = MIXED[device]
     cache, descales = make(lengths, 16, kind, factors, device, "heads first", h_k, d, dv)
     q, bounds, each = packed_queries(counts, h, d, device, dtype_on(device), outside=3)
-    for bound in (None, 150):
+    for bound in (None, max(counts)):
         out, lse = run(q, bounds, cache, window_size=window, max_seqlen_q=bound, **descales)
         rounded = factors == "slots" and q.dtype == torch.bfloat16
         check(out, lse, bounds, each, cache, window, rounded=rounded)
@@ -226,10 +222,11 @@ def rounded(x: Tensor, factor: Tensor | float, kind: torch.dtype) -> Tensor:
     return y.round().to(torch.int8) if kind == torch.int8 else y.to(kind)
 
 
-@on_devices
-@of_each_type
-@pytest.mark.parametrize("dims", [(64, 64), (128, 96), (37, 20), (256, 256)], ids=str)
-@pytest.mark.parametrize("factors", ["none", "one", "heads", "tokens", "slots"])
+@pairs_on_cpu(
+    factors=["none", "one", "heads", "tokens", "slots"],
+    dims=[(64, 64), (128, 96), (37, 20), (256, 256)],
+    kind=BYTES,
+)
 def test_appended_bytes_are_those_of_torch(
     factors: str, dims: tuple[int, int], kind: torch.dtype, device: str
 ) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_ext import AuxRequest, attention_varlen, serving
+from flash_ext._ops.library import _C
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec, default_scale
 from flash_ext.masks import Mask
@@ -78,6 +82,26 @@ def make_cache(
     rows = [(pool[0][place], pool[1][place]) for place in used]
     lengths_there = torch.tensor(lengths, dtype=torch.int32, device=device)
     return Cache(*pool, table.to(device), lengths_there, rows)
+
+
+def run(q: Tensor, bounds: Tensor, cache: Cache, **options: Any) -> tuple[Tensor, Tensor]:
+    """out and lse of packed queries over the cache."""
+    request = AuxRequest(lse=True)
+    out, aux = attention_varlen(
+        q, cache.k, cache.v, bounds, None, return_aux=request, **cache.places, **options
+    )
+    assert out.dtype == q.dtype
+    return out, aux.lse
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Callable[[], dict[str, Any]]]:
+    """Inside, launches are recorded; what is yielded tells those of the last call."""
+    _C.set_switch("record_launches", 1)
+    try:
+        yield _C.last_launch
+    finally:
+        _C.set_switch("record_launches", None)
 
 
 def attend(

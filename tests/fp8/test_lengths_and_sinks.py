@@ -18,7 +18,16 @@ from flash_ext.fp8 import Fp8Inputs, attention_fp8, quantize_fp8
 from tests.covering import pairs_on_cpu
 from tests.fp8.test_edges import e4m3
 from tests.fp8.test_fp8 import (
-    DEVICES, GATE, HEAD_SIZES, HOPPER, ON_GPU, QUANTISATIONS, bounds_of, error_of, make, spec_of,
+    DEVICES,
+    GATE,
+    HEAD_SIZES,
+    HOPPER,
+    ON_GPU,
+    QUANTISATIONS,
+    bounds_of,
+    error_of,
+    make,
+    spec_of,
 )  # fmt: skip
 from tests.qkv import null_kernels
 from tests.reference import attention_reference, row_max_reference

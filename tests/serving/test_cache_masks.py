@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,14 +14,22 @@ from torch import Tensor
 
 from flash_ext import AuxRequest, attention_varlen, masks, serving
 from flash_ext._ops.library import _C
-from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.prepared import MOST_PREPARED, kept_in
-from flash_ext._ops.spec import AttnSpec, default_scale
-from flash_ext.masks import ALiBi, Causal, Dense, DenseBias, Documents, KeyMask, RelativePosition, Window
+from flash_ext.masks import (
+    ALiBi,
+    Causal,
+    Dense,
+    DenseBias,
+    Documents,
+    KeyMask,
+    RelativePosition,
+    TokenTree,
+    Window,
+)
 from tests.covering import pairs_on_cpu
-from tests.pages import FACTORS, PLACES, Cache, attend, close, in_bytes, make_cache, packed_queries
+from tests.pages import FACTORS, PLACES, Cache, attend, close, in_bytes, make_cache, packed_queries, run
 from tests.qkv import dtype_on, null_kernels, on_devices
-from tests.reference import attention_reference
+from tests.serving.asked import KINDS, Asked, ask, call, fitted, fitted_ids, fitted_keys
 
 LSE = AuxRequest(lse=True)
 
@@ -32,127 +40,6 @@ def seeded() -> None:
     random.seed(23)
 
 
-# ---- what a mask means, pair by pair --------------------------------------------------------------------
-
-
-def fitted(t: Tensor, b: int, heads: int, rows: int, keys: int) -> Tensor:
-    """(heads, rows, keys) of sequence b; where rows or keys end, False or 0."""
-    t = t[(None,) * (4 - t.dim())]
-    t = t[b if t.shape[0] > 1 else 0].expand(heads, -1, -1)
-    found = t.new_zeros(heads, rows, keys)
-    r, c = (size if own == 1 else min(size, own) for size, own in zip((rows, keys), t.shape[1:]))
-    found[:, :r, :c] = t[:, : r if t.shape[1] > 1 else 1, : c if t.shape[2] > 1 else 1]
-    return found
-
-
-def fitted_keys(keep: Tensor, b: int, heads: int, rows: int, keys: int) -> Tensor:
-    """The same of (batch, n) or (n,), where one key is one key."""
-    own = keep if keep.dim() == 1 else keep[b if len(keep) > 1 else 0]
-    found = own.new_zeros(keys)
-    found[: len(own)] = own[:keys]
-    return found.expand(heads, rows, keys)
-
-
-def fitted_ids(ids: Tensor, ids_k: Tensor, b: int, heads: int, keys: int) -> Tensor:
-    """The same of ids of the rows of a sequence, and of the keys of all."""
-    own = ids_k if ids_k.dim() == 1 else ids_k[b if len(ids_k) > 1 else 0]
-    of_keys = torch.full((keys,), -1, device=ids.device)
-    of_keys[: len(own)] = own[:keys]
-    return ((ids[:, None] == of_keys) & (of_keys >= 0)).expand(heads, len(ids), keys)
-
-
-@dataclass
-class Asked:
-    """What a call is given, and what that is for a sequence of it.
-
-    Attributes:
-        options: of the call.
-        shown: (b, rows, keys) to bool (heads, rows, keys).
-        added: the same of what is added, None for nothing.
-    """
-
-    options: dict[str, Any]
-    shown: Any = None
-    added: Any = None
-
-    def check(
-        self, out: Tensor, lse: Tensor, q: list[Tensor], rows: list[tuple[Tensor, Tensor]], starts: list[int]
-    ) -> None:
-        """Every sequence of a packed call, and zeros where there is none."""
-        given = self.options
-        left, right = given.get("window_size", (-1, -1))
-        right = 0 if given.get("causal") else right
-        inside = torch.zeros(out.shape[0], dtype=torch.bool, device=out.device)
-        for b, (own, (k, v), start) in enumerate(zip(q, rows, starts)):
-            part = slice(start, start + len(own))
-            inside[part] = True
-            if not len(own):
-                continue
-            shown = None if self.shown is None else self.shown(b, len(own), len(k))[None]
-            added = None if self.added is None else self.added(b, len(own), len(k))[None]
-            mods = Modifiers(
-                mask=shown, bias=added, sinks=given.get("sinks"), softcap=given.get("softcap", 0.0)
-            )
-            spec = AttnSpec(default_scale(own.shape[-1]), left, right)
-            want, want_lse = attention_reference(own[None], k[None], v[None], spec, mods=mods)
-            close(out[part], want[0], "out")
-            close(lse[:, part], want_lse[0], "lse")
-        assert not out[~inside].any() and (lse[:, ~inside] == -torch.inf).all()
-
-
-KINDS = ("keys", "one row of keys", "dense", "dense of heads", "documents", "keys and dense", "everything")
-
-
-def ask(kind: str, counts: list[int], lengths: list[int], heads: int, device: str, outside: int = 0) -> Asked:
-    """Masks that end before the longest sequence does, and of which each hides a half or a third."""
-    batch, rows, keys = len(counts), max(max(counts) - 1, 2), max(max(lengths) - 3, 2)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.rand(*shape, device=device) < 0.6
-
-    keep = draw(keys) if kind == "one row of keys" else draw(batch, keys)
-    dense = draw(batch, heads, rows, keys) if kind == "dense of heads" else draw(batch, 1, rows, keys)
-    ids = torch.randint(-1, 3, (sum(counts) + 2 * outside,), device=device)
-    ids_k = torch.randint(-1, 3, (batch, keys), device=device)
-    start = torch.tensor([0, *counts]).cumsum(0) + outside
-
-    def of_keys(b: int, m: int, n: int) -> Tensor:
-        return fitted_keys(keep, b, heads, m, n)
-
-    def of_pairs(b: int, m: int, n: int) -> Tensor:
-        return fitted(dense, b, heads, m, n)
-
-    def of_ids(b: int, m: int, n: int) -> Tensor:
-        return fitted_ids(ids[start[b] : start[b + 1]], ids_k, b, heads, n)
-
-    parts = {
-        "keys": [(KeyMask(keep), of_keys)], "dense": [(Dense(dense), of_pairs)],
-        "documents": [(Documents(ids, ids_k), of_ids)],
-        "keys and dense": [(KeyMask(keep), of_keys), (Dense(dense), of_pairs)],
-        "everything": [(Documents(ids, ids_k), of_ids), (KeyMask(keep), of_keys), (Dense(dense), of_pairs)],
-    }  # fmt: skip
-    chosen = parts[{"one row of keys": "keys", "dense of heads": "dense"}.get(kind, kind)]
-    mask: Any = chosen[0][0]
-    for value, _ in chosen[1:]:
-        mask = mask & value
-
-    def shown(b: int, m: int, n: int) -> Tensor:
-        return torch.stack([rule(b, m, n) for _, rule in chosen]).all(0)
-
-    return Asked({"mask": mask}, shown)
-
-
-def call(
-    q: Tensor, cache: Cache, bounds: Tensor, asked: Asked, each: list[Tensor], **more: Any
-) -> tuple[Tensor, Tensor]:
-    """Runs and checks."""
-    out, aux = attention_varlen(
-        q, cache.k, cache.v, bounds, None, return_aux=LSE, **asked.options, **cache.places, **more
-    )
-    asked.check(out, aux.lse, each, cache.rows, bounds.tolist())
-    return out, aux.lse
-
-
 # ---- against float64 ------------------------------------------------------------------------------------
 
 # (query heads, key heads, head_dim, head_dim_v)
@@ -161,18 +48,24 @@ COUNTS = {"cpu": [1, 7, 0, 34, 16, 3, 5], "cuda": [1, 7, 0, 90, 16, 33, 5]}
 LENGTHS = {"cpu": [270, 7, 20, 300, 9, 40, 0], "cuda": [300, 7, 20, 700, 9, 400, 0]}
 
 
-@pairs_on_cpu(heads=HEADS, kind=KINDS, page_size=[1, 16, 24])
-def test_masks_of_every_kind(heads: tuple, kind: str, page_size: int, device: str) -> None:
+@pairs_on_cpu(
+    heads=HEADS, kind=KINDS, page_size=[1, 16, 24], beside=["nothing", "causal and sinks", "softcap", "both"]
+)
+def test_masks_of_every_kind(heads: tuple, kind: str, page_size: int, beside: str, device: str) -> None:
     """One new token and several, prompts, sequences without keys or queries, rows of no sequence."""
     h, h_k, d, dv = heads
     counts, lengths = COUNTS[device], LENGTHS[device]
+    if kind == "tree":
+        counts = [min(n, 64) for n in counts]
     cache = make_cache(lengths, page_size, h_k, d, dv, device, dtype_on(device))
     q, bounds, each = packed_queries(counts, h, d, device, dtype_on(device), outside=2)
     asked = ask(kind, counts, lengths, h, device, outside=2)
-    for given in ({}, {"causal": True, "sinks": torch.randn(h, device=device)}):
-        asked.options = {"mask": asked.options["mask"], **given}
-        for bound in (max(counts), None):
-            call(q, cache, bounds, asked, each, max_seqlen_q=bound)
+    if beside in ("causal and sinks", "both"):
+        asked.options |= {"causal": True, "sinks": torch.randn(h, device=device)}
+    if beside in ("softcap", "both"):
+        asked.options["softcap"] = 4.0
+    for bound in (max(counts), None):
+        call(q, cache, bounds, asked, each, max_seqlen_q=bound)
 
 
 @on_devices
@@ -210,12 +103,10 @@ def test_beside_windows_and_changed_scores(window: tuple[int, int], kind: str, d
     moved = {**asked.options, "mask": both, "window_size": (-1, -1)}
     for options in (moved, {**moved, "mask": both & Causal(), "window_size": (-1, -1)}):
         again = Asked(options, asked.shown, by_distance)
-        out, aux = attention_varlen(
-            q, cache.k, cache.v, bounds, None, return_aux=LSE, **options, **cache.places
-        )
+        out, lse = run(q, bounds, cache, **options)
         right = 0 if options is not moved else window[1]
         again.options = {**options, "window_size": (window[0], right)}
-        again.check(out, aux.lse, each, cache.rows, bounds.tolist())
+        again.check(out, lse, each, cache.rows, bounds.tolist())
 
 
 @on_devices
@@ -251,7 +142,7 @@ def test_biases(kind: str, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("kind", ["keys", "dense", "documents"])
+@pytest.mark.parametrize("kind", ["keys", "dense", "documents", "tree"])
 @pytest.mark.parametrize("where", PLACES)
 def test_masks_wherever_keys_lie(where: str, kind: str, device: str) -> None:
     """Queries of one length in the function of an engine; packed keys that are cut by a length."""
@@ -260,14 +151,18 @@ def test_masks_wherever_keys_lie(where: str, kind: str, device: str) -> None:
     q, bounds, each = packed_queries([n] * 3, 4, 64, device, dtype_on(device))
     asked = ask(kind, [n] * 3, lengths, 4, device)
     mask = asked.options["mask"]
-    of_dense = Documents(mask.ids.view(3, n), mask.ids_k) if kind == "documents" else None
+    of_dense = None
+    if kind == "documents":
+        of_dense = Documents(mask.ids.view(3, n), mask.ids_k)
+    elif kind == "tree":
+        of_dense = TokenTree(mask.words.view(3, n))
     out, lse = attend(where, cache, q, bounds, mask, of_dense)
     asked.check(out, lse, each, cache.rows, bounds.tolist())
 
 
 @on_devices
 @pytest.mark.parametrize("factors", FACTORS)
-@pytest.mark.parametrize("kind", ["keys", "everything", "bias"])
+@pytest.mark.parametrize("kind", ["keys", "everything", "bias", "tree"])
 def test_caches_of_8_bits(kind: str, factors: str, device: str) -> None:
     counts, lengths, h = [1, 5, 40], [333, 5, 130], 8
     wide = make_cache(lengths, 16, 2, 64, None, device, torch.float32)
@@ -369,7 +264,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (masks.HiddenRows(NUMBERS.view(1, 1, 3, 2)), NotImplementedError, "HiddenRows is not available"),
     (masks.BlockMask(TRUE[:1, :1], 16), NotImplementedError, "BlockMask is not available in a mask"),
     (Causal("top_left"), NotImplementedError, r"Causal\('top_left'\) is not available in a mask over"),
-    (Causal() & masks.TokenTree(NUMBERS.long()), NotImplementedError, r"TokenTree\(words\) stands by itself"),
+    (Causal() & TokenTree(NUMBERS.long()), NotImplementedError, r"TokenTree\(words\) stands by itself"),
     (Documents(NUMBERS), ValueError, "Documents needs ids_k over a cache, the ids of key positions"),
     (Documents(NUMBERS[:5], NUMBERS), ValueError, r"ids must have shape \(total_q,\) = \(6,\)"),
     (Documents(NUMBERS, NUMBERS.view(3, 2)), ValueError, r"ids_k must have shape \(batch, any\) over"),
@@ -392,7 +287,7 @@ def test_masks_that_are_refused(mask: Any, error: type[Exception], words: str) -
 def test_biases_that_are_refused() -> None:
     q, bounds, cache = small()
     parts = (q, cache.k, cache.v, bounds, None)
-    tree = masks.TokenTree(NUMBERS.long())
+    tree = TokenTree(NUMBERS.long())
     zeros = torch.zeros(4, 3, 40)
     for given, error, words in (
         ({"bias": zeros, "mask": tree}, NotImplementedError, "a TokenTree has no bias beside it"),
@@ -439,8 +334,13 @@ def test_what_the_operator_refuses() -> None:
 # ---- the host side --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["keys", "everything", "bias", "by distance"])
-@pytest.mark.parametrize("count", [1, 20, 90])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        *itertools.product(["keys", "everything", "bias", "by distance"], [1, 20, 90]),
+        *itertools.product(["tree"], [1, 4, 20, 64]),
+    ],
+)
 def test_all_sizes_have_the_kernel_for_few_rows(count: int, kind: str) -> None:
     k = torch.empty(1, 64, 2, 64, dtype=torch.bfloat16)
     table, lengths = torch.zeros(3, 50).int(), torch.full((3,), 3000).int()
@@ -455,8 +355,8 @@ def test_all_sizes_have_the_kernel_for_few_rows(count: int, kind: str) -> None:
             q, k, k, bounds, None, block_table=table, seqused_k=lengths, max_seqlen_q=count, **given
         )
         found = [one["kernel"] for one in _C.last_launch()["launches"]]
-    assert "fwd_split_cached_mod_sm80_hd64_all" in found
-    assert set(found) <= {"fwd_split_cached_mod_sm80_hd64_all", "fwd_merge_cached_sm80_hd64"}
+    kernel = "fwd_split_cached_mod_sm80_hd64" + ("" if kind == "tree" else "_all")
+    assert kernel in found and set(found) <= {kernel, "fwd_merge_cached_sm80_hd64"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
@@ -502,19 +402,19 @@ def test_what_a_capture_refreshes_stays(monkeypatch: pytest.MonkeyPatch) -> None
     cache = make_cache([40], 16)
     mask = KeyMask(torch.rand(1, 40) < 0.5) & Dense(torch.rand(2 * MOST_PREPARED, 40) < 0.5)
 
-    def run(count: int) -> None:
+    def step(count: int) -> None:
         q, bounds = torch.ones(count, 2, 64), torch.tensor([0, count], dtype=torch.int32)
         attention_varlen(q, cache.k, cache.v, bounds, None, mask=mask, **cache.places)
 
     for count in range(1, MOST_PREPARED + 1):
-        run(count)
+        step(count)
     written = [weakref.ref(found.mods.document_q) for found in kept_in(mask).made.values()]
     assert len(written) == MOST_PREPARED
     with monkeypatch.context() as capture:
         capture.setattr("flash_ext._ops.prepared.is_capturing", lambda: True)
         mask.refresh()
     for count in range(MOST_PREPARED + 1, 2 * MOST_PREPARED + 1):
-        run(count)
+        step(count)
     gc.collect()
     assert all(ref() is not None for ref in written)
 
@@ -551,16 +451,19 @@ def test_it_is_traced_as_one_operator(request: pytest.FixtureRequest) -> None:
     added = {"bias": DenseBias(torch.randn(4, 3, 30)), "sinks": torch.randn(4)}
     for dynamic, given in (
         (True, {"mask": Causal() & Dense(dense) & KeyMask(TRUE[:, :33]) & documents, **added}),
+        (True, {"mask": TokenTree(NUMBERS.long()), "sinks": torch.randn(4)}),
+        (False, {"mask": TokenTree(NUMBERS.long())}),
         (False, {"mask": KeyMask(TRUE)}),
         (False, {"mask": dense, **added}),
     ):
-        run = torch.compile(attention_varlen, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-        traced = run(q, cache.k, cache.v, bounds, None, **given, **cache.places)
+        compiled = torch.compile(attention_varlen, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        traced = compiled(q, cache.k, cache.v, bounds, None, **given, **cache.places)
         plain = attention_varlen(q, cache.k, cache.v, bounds, None, **given, **cache.places)
         close(traced, plain.double())
     args = (q, cache.k, cache.v, bounds, None, cache.lengths, cache.table, 0, 0, 0.125, -1, -1, None, None)
     later = (None, None, None, TRUE[:, None, None], NUMBERS, NUMBERS.expand(2, -1).contiguous())
-    torch.library.opcheck(torch.ops.flash_ext.fwd_cached.default, (*args, 0.0, None, True, *later))
+    for masked in (later, (NUMBERS.long(),)):
+        torch.library.opcheck(torch.ops.flash_ext.fwd_cached.default, (*args, 0.0, None, True, *masked))
 
 
 def test_a_mask_is_prepared_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -10,17 +11,15 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import AuxRequest, attention_varlen
-from flash_ext._ops.library import _C
-from flash_ext.masks import Causal, Dense, DenseBias, Documents, KeyMask
+from flash_ext import attention_varlen
+from flash_ext.masks import Causal, Dense, DenseBias, Documents, KeyMask, TokenTree
 from tests.graphs import capture
-from tests.pages import make_cache, packed_queries
-from tests.serving.test_cache_masks import KINDS, Asked, ask, call, fitted, fitted_ids, fitted_keys
+from tests.pages import make_cache, packed_queries, recorded, run
+from tests.serving.asked import KINDS, Asked, ask, call, fitted, fitted_ids, fitted_keys
 from tests.serving.test_paged_gpu import make_long
 
 pytestmark = pytest.mark.gpu
 LIKE: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-LSE = AuxRequest(lse=True)
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +36,7 @@ def test_long_caches_in_parts_and_whole(kind: str, dtype: torch.dtype) -> None:
     for head_dim, heads_k in ((64, 1), (128, 2), (256, 1)):
         cache = make_long(lengths, 16, heads_k, head_dim, dtype)
         for counts in ([1] * 5, [4, 3, 1, 130, 60]):
+            counts = [min(n, 64) for n in counts] if kind == "tree" else counts
             q, bounds, each = packed_queries(counts, 8, head_dim, "cuda", dtype)
             asked = ask(kind, counts, lengths, 8, "cuda")
             for backend in (None, "kv_splits=1", "kv_splits=7"):
@@ -58,17 +58,13 @@ def test_a_graph_follows_masks_and_lengths(in_graph: str) -> None:
 
     mask = built()
 
-    def run() -> tuple[Tensor, Tensor]:
+    def step() -> tuple[Tensor, Tensor]:
         given = {"refresh": mask, "bool tensor": dense}.get(in_graph)
         if in_graph == "refresh":
             mask.refresh()
-        out, aux = attention_varlen(
-            q, cache.k, cache.v, bounds, None, mask=built() if given is None else given, max_seqlen_q=20,
-            return_aux=LSE, **cache.places,
-        )  # fmt: skip
-        return out, aux.lse
+        return run(q, bounds, cache, mask=built() if given is None else given, max_seqlen_q=20)
 
-    graph, (out, lse) = capture(run)
+    graph, (out, lse) = capture(step)
     start = bounds.tolist()
 
     def shown(b: int, m: int, n: int) -> Tensor:
@@ -96,13 +92,13 @@ def test_a_graph_keeps_all_that_it_refreshes() -> None:
     keep, dense = (torch.rand(shape, device="cuda") < 0.5 for shape in ((1, 40), (16, 40)))
     mask = KeyMask(keep) & Dense(dense)
 
-    def run(count: int) -> Tensor:
+    def step(count: int) -> Tensor:
         q = torch.ones(count, 2, 64, **LIKE)
         bounds = torch.tensor([0, count], dtype=torch.int32).cuda()
         return attention_varlen(q, cache.k, cache.v, bounds, None, mask=mask, max_seqlen_q=16, **cache.places)
 
     for count in range(1, 9):
-        run(count)
+        step(count)
     q = torch.ones(8, 2, 64, **LIKE)
     bounds = torch.tensor([0, 8], dtype=torch.int32, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -110,7 +106,7 @@ def test_a_graph_keeps_all_that_it_refreshes() -> None:
         mask.refresh()
         attention_varlen(q, cache.k, cache.v, bounds, None, mask=mask, max_seqlen_q=16, **cache.places)
     for count in range(9, 17):
-        run(count)
+        step(count)
     torch.cuda.synchronize()
     fresh = [
         torch.full((n,), 7, dtype=torch.int32, device="cuda") for n in range(1, 2049, 8) for _ in range(4)
@@ -129,15 +125,18 @@ def test_a_mask_must_be_prepared_before_a_capture() -> None:
             attention_varlen(q, cache.k, cache.v, bounds, None, mask=mask, **cache.places)
 
 
-@pytest.mark.parametrize("kind", ["keys", "dense of heads", "everything"])
-@pytest.mark.parametrize("count", [1, 9, 70])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [*itertools.product(["keys", "dense of heads", "everything"], [1, 9, 70]), ("tree", 9)],
+)
 def test_bits_depend_on_the_sequence_alone_in_the_mode(count: int, kind: str) -> None:
     counts, lengths, heads = [count, 1, 30], [5000, 100, 2000], 4
     cache = make_cache(lengths, 16, 1, 64, None, **LIKE)
     q, bounds, _ = packed_queries(counts, heads, 64, **LIKE)
     mask = ask(kind, counts, lengths, heads, "cuda").options["mask"]
     own = {KeyMask: lambda x: KeyMask(x.keep[:1]), Dense: lambda x: Dense(x.tensor[:1]),
-           Documents: lambda x: Documents(x.ids[:count], x.ids_k[:1])}  # fmt: skip
+           Documents: lambda x: Documents(x.ids[:count], x.ids_k[:1]),
+           TokenTree: lambda x: TokenTree(x.words[:count])}  # fmt: skip
     alone = None
     for part in getattr(mask, "masks", (mask,)):
         first = own[type(part)](part)
@@ -197,12 +196,9 @@ def test_a_call_without_masks_keeps_its_kernels() -> None:
     """A mask that is all bands is a window: prompts have the kernels that they have without one."""
     cache = make_cache([400, 300], 16, 2, 64, None, **LIKE)
     q, bounds, _ = packed_queries([200, 100], 8, 64, **LIKE)
-    _C.set_switch("record_launches", 1)
-    try:
-        found = []
+    found = []
+    with recorded() as last_launch:
         for options in ({"causal": True}, {"mask": Causal()}):
             out = attention_varlen(q, cache.k, cache.v, bounds, None, **options, **cache.places)
-            found.append(([one["kernel"] for one in _C.last_launch()["launches"]], out))
-    finally:
-        _C.set_switch("record_launches", None)
+            found.append(([one["kernel"] for one in last_launch()["launches"]], out))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])

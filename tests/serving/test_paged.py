@@ -12,7 +12,7 @@ import flash_ext
 from flash_ext import AuxRequest, attention_varlen, masks, serving
 from flash_ext._ops.library import _C
 from tests.covering import pairs_on_cpu
-from tests.pages import LAYOUTS, MIXED, check, close, make_cache, packed_queries, truth
+from tests.pages import LAYOUTS, MIXED, check, close, make_cache, packed_queries, run, truth
 from tests.qkv import dtype_on, null_kernels, on_devices
 
 LSE = AuxRequest(lse=True)
@@ -23,11 +23,6 @@ PAGES = (1, 3, 16, 24, 64, 128, 256)
 def seeded() -> None:
     torch.manual_seed(11)
     random.seed(11)
-
-
-def run(q: Tensor, bounds: Tensor, cache, **options) -> tuple[Tensor, Tensor]:
-    out, aux = attention_varlen(q, cache.k, cache.v, bounds, None, return_aux=LSE, **cache.places, **options)
-    return out, aux.lse
 
 
 @on_devices

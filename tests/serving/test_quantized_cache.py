@@ -14,7 +14,18 @@ import flash_ext
 from flash_ext import AuxRequest, attention_varlen, masks, serving
 from flash_ext._ops.library import _C
 from tests.covering import pairs_on_cpu
-from tests.pages import FACTORS, LAYOUTS, MIXED, Cache, check, close, in_bytes, make_cache, packed_queries
+from tests.pages import (
+    FACTORS,
+    LAYOUTS,
+    MIXED,
+    Cache,
+    check,
+    close,
+    in_bytes,
+    make_cache,
+    packed_queries,
+    run,
+)  # fmt: skip
 from tests.qkv import dtype_on, null_kernels, on_devices
 
 LSE = AuxRequest(lse=True)
@@ -35,12 +46,6 @@ def make(
 ) -> tuple[Cache, dict[str, Tensor]]:  # fmt: skip
     wide = make_cache(lengths, page_size, heads_k, head_dim, head_dim_v, device, torch.float32)
     return in_bytes(wide, kind, factors, layout)
-
-
-def run(q: Tensor, bounds: Tensor, cache: Cache, **options: Any) -> tuple[Tensor, Tensor]:
-    out, aux = attention_varlen(q, cache.k, cache.v, bounds, None, return_aux=LSE, **cache.places, **options)
-    assert out.dtype == q.dtype
-    return out, aux.lse
 
 
 @pairs_on_cpu(layout=LAYOUTS, factors=FACTORS, kind=BYTES, page_size=[1, 16, 24, 128])
@@ -86,22 +91,6 @@ def test_what_else_a_call_may_have(kind: torch.dtype, device: str) -> None:
         check(
             *run(q, bounds, cache, causal=True, **options, **descales), bounds, each, cache, (-1, 0), **wanted
         )
-
-
-@on_devices
-@of_each_type
-def test_a_tree_is_that_over_the_numbers(kind: torch.dtype, device: str) -> None:
-    cache, descales = make([200, 77], 16, kind, "heads", device)
-    q, bounds, _ = packed_queries([5, 5], 8, 64, device, dtype_on(device))
-    tree = masks.TokenTree.from_parents(torch.tensor([[-1, 0, 0, 2, 3], [-1, -1, 1, 1, 0]], device=device))
-    out, lse = run(q, bounds, cache, mask=tree, **descales)
-    k, v = (torch.cat([row[i] for row in cache.rows]).to(q.dtype) for i in range(2))
-    places = {"seqused_k": cache.lengths, "mask": tree, "return_aux": LSE}
-    keys = torch.tensor([0, 200, 277], dtype=torch.int32, device=device)
-    wanted, aux = attention_varlen(q, k, v, bounds, keys, **places)
-    # Numbers of 16 bits are rounded once more than those of the cache.
-    assert (out - wanted).abs().max() < (1e-5 if q.dtype == torch.float32 else 2e-2)
-    assert (lse - aux.lse).abs().max() < (1e-5 if q.dtype == torch.float32 else 2e-2)
 
 
 @on_devices

@@ -96,13 +96,13 @@ def test_each_packed_row_has_a_column_of_its_own(monkeypatch: pytest.MonkeyPatch
 def test_results_outside_sequences_are_written() -> None:
     """By the operator for GPUs, whose kernels are left out here: the rest is all that they do not write."""
     tensors = make(100, 100, packed=True)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # new tensors then hold NaN
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")  # new tensors then hold NaN
     try:
         with null_kernels():
             x = quantize_fp8(*tensors, **bounds_of([10, 50, 90], [10, 50, 90]))
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
     for t in (x.q, x.k, x.v):
         assert not t.view(torch.uint8).any()
     for t in (x.v_offset, x.k_offset, x.row_offset):

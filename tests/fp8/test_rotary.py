@@ -58,7 +58,7 @@ def test_numbers_stand_for_turned_q_and_k(
     device: str, interleaved: bool, d: int, features: int, options: dict[str, object]
 ) -> None:
     torch.manual_seed(0)
-    q, k, v = make(ROWS, KEYS, dim=d, device=device)
+    q, k, v = make(ROWS, KEYS, 2, 1, dim=d, device=device)
     k = k + 2
     of_q = factors(ROWS, features // 2, device=device)
     of_k = factors(2, KEYS, features // 2, device=device, dtype=q.dtype)

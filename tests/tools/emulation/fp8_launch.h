@@ -1,6 +1,7 @@
 // Stands in for csrc/launch.h and the CUDA headers of fp8: launches run on the fibers of cuda_shim.h.
 #pragma once
 
+#include <map>
 #include <string>
 #include <utility>
 
@@ -68,15 +69,23 @@ std::string dispatch_dtype(DType dtype, const F& f) {
   return dtype == DType::kFloat16 ? f.template operator()<__half>() : f.template operator()<__nv_bfloat16>();
 }
 
+// Kept from launch to launch: to make the stacks of a CTA takes longer than to run it.
+inline std::vector<emu::Fiber>& fibers_of(int threads) {
+  static std::map<int, std::vector<emu::Fiber>> kept;
+  return kept[threads];
+}
+
 template <typename... Params, typename... Args>
 std::string launch(const char*, void (*kernel)(Params...), int64_t grid, int threads, int smem_bytes, void*,
                    const Args&... args) {
   if (smem_bytes > emu::kSmemBytes) return "too much shared memory";
   gridDim.x = static_cast<uint32_t>(grid);
+  fibers_of(threads).swap(emu::fibers);
   for (int64_t i = 0; i < grid; ++i) {
     blockIdx.x = static_cast<uint32_t>(i);
     emu::run_cta(threads, [&] { kernel(args...); });
   }
+  fibers_of(threads).swap(emu::fibers);
   return {};
 }
 

@@ -1,7 +1,8 @@
 // The passes that quantise to e4m3 (csrc/inst/fp8_passes.cu), kernels and grids, run on a CPU.
 //
-// Reads one case from the file that the first argument names, and writes what quantize_fp8() makes of it to the second
-// one's: numbers and floats in the order of QuantizeFp8, bytes that no thread wrote being 0xee.
+// Reads a case from the file that the first argument names, and writes what quantize_fp8() makes of it to the second
+// one's: numbers and floats in the order of QuantizeFp8, bytes that no thread wrote being 0xee. Further arguments name
+// further cases.
 #include "ptx/cuda_shim.h"
 
 #include <string>
@@ -29,10 +30,8 @@ StridedView view(std::vector<uint16_t>& x, bool packed, int64_t rows, int heads,
   return v;
 }
 
-}  // namespace
-
-int main(int, char** argv) {
-  std::FILE* in = std::fopen(argv[1], "rb");
+void run(const char* from, const char* to) {
+  std::FILE* in = std::fopen(from, "rb");
   if (in == nullptr) emu::fail("no case");
   const std::vector<int32_t> n = read<int32_t>(in, 17);
   const int batch = n[0], heads = n[1], heads_k = n[2], rows_q = n[3], rows_k = n[4], d = n[5], dv = n[6];
@@ -92,7 +91,13 @@ int main(int, char** argv) {
   const std::string error = quantize_fp8(x);
   if (!error.empty()) emu::fail(error.c_str());
 
-  std::FILE* out = std::fopen(argv[2], "wb");
+  std::FILE* out = std::fopen(to, "wb");
   for (const auto& bytes : results) std::fwrite(bytes.data(), 1, bytes.size(), out);
   std::fclose(out);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (int i = 1; i + 1 < argc; i += 2) run(argv[i], argv[i + 1]);
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -239,34 +238,8 @@ def test_a_key_that_is_not_finite(device: str, bad: float) -> None:
 # ---- refused ---------------------------------------------------------------------------------------------
 
 
-def call(**options: object) -> object:
-    return attention_fp8(quantize_fp8(*make(40, 40)), **options)
-
-
-OPTIONS: dict[str, tuple[dict, type[Exception], str]] = {
-    "window of floats": ({"window_size": (1.5, 0)}, TypeError, "window_size must be a pair of ints"),
-    "window of one": ({"window_size": 5}, TypeError, "window_size must be a pair of ints"),
-    "word for scale": ({"scale": "a"}, TypeError, "scale must be a float or None"),
-    "tensor for scale": ({"scale": torch.ones(())}, TypeError, "scale must be a number, got Tensor"),
-    "infinite scale": ({"scale": math.inf}, ValueError, "scale must be finite"),
-    "word for causal": ({"causal": "top_left"}, TypeError, "causal must be a bool"),
-    "aux": ({"return_aux": True}, TypeError, r"Write AuxRequest\(lse=True\)"),
-    "number for backend": ({"backend": 3}, TypeError, "backend must be a str or None"),
-}
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-def test_options_are_refused_as_those_of_attention(case: str) -> None:
-    options, error, words = OPTIONS[case]
-    with pytest.raises(error, match=words):
-        call(**options)
-    if case != "number for backend":
-        with pytest.raises(error, match=words):
-            flash_ext.attention(*make(40, 40), **options)
-
-
 def test_aux_without_lse() -> None:
-    _, aux = call(return_aux=AuxRequest())
+    _, aux = attention_fp8(quantize_fp8(*make(40, 40)), return_aux=AuxRequest())
     assert aux.lse is None and aux.max_scores is None
 
 
@@ -297,54 +270,3 @@ def test_packed_sequences_in_the_batch_invariant_mode(mode: str, as_on_gpu: bool
         else:
             both()
     quantize_fp8(*make(40, 40, packed=True), mode=mode, **bounds)
-
-
-def quantize(q: Tensor, k: Tensor, v: Tensor, *bounds: Tensor | None) -> object:
-    return torch.ops.flash_ext.quantize_fp8.default(q, k, v, *bounds, None, True, True, True, False, False)
-
-
-def far_too_long() -> object:
-    q = torch.empty(16, dtype=torch.bfloat16).expand(1, 2**30, 1, 16)
-    return quantize(q, q[:, :1], q[:, :1], None, None)
-
-
-PACKED = torch.tensor([0, 40], dtype=torch.int32)
-OPERATORS: dict[str, tuple[Callable[[], object], str]] = {
-    "one bound": (lambda: quantize(*make(40, 40, packed=True), PACKED, None), "given together"),
-    "bounds of k alone": (lambda: quantize(*make(40, 40), None, PACKED), "given together"),
-    "bounds of two dimensions": (
-        lambda: quantize(*make(40, 40, packed=True), PACKED[None], PACKED[None]),
-        "cu_seqlens_q must be",
-    ),
-    "bounds with steps": (
-        lambda: quantize(
-            *make(40, 40, packed=True), PACKED, torch.tensor([0, 9, 40, 9], dtype=torch.int32)[::2]
-        ),
-        "cu_seqlens_k must be",
-    ),
-    "bounds of int64": (
-        lambda: quantize(*make(40, 40, packed=True), PACKED.long(), PACKED.long()),
-        "cu_seqlens_q must be",
-    ),
-    "packed without bounds": (lambda: quantize(*make(40, 40, packed=True), None, None), "4 dimensions"),
-    "too long": (far_too_long, r"at most 1073740800.*Split the call"),
-}
-
-
-@pytest.mark.parametrize("case", OPERATORS)
-def test_the_operator_checks_what_memory_hangs_on(case: str) -> None:
-    run, words = OPERATORS[case]
-    with null_kernels(), pytest.raises(ValueError, match=words):
-        run()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("at", range(1, 10))
-def test_tensors_on_another_device(at: int) -> None:
-    """Bounds as well; a kernel would read memory of the host."""
-    x = quantize_fp8(*make(40, 40, packed=True, device="cuda"), **bounds_of([0, 40], [0, 40], device="cuda"))
-    tensors = [x.q, x.k, x.v, x.q_descale, x.k_descale, x.v_descale, x.v_offset, x.row_offset]
-    tensors += [x.cu_seqlens_q, x.cu_seqlens_k]
-    tensors[at] = tensors[at].cpu()
-    with pytest.raises(ValueError, match="must be on the device of q"):
-        torch.ops.flash_ext.fwd_fp8.default(*tensors, None, None, 0.125, -1, -1, torch.bfloat16, None)

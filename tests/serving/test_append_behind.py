@@ -22,12 +22,6 @@ EIGHT_BITS = [torch.float8_e4m3fn, torch.int8]
 operator = torch.ops.flash_ext.append_behind.default
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(11)
-    random.seed(11)
-
-
 def places(
     lengths: Tensor, count: int, cache: Tensor, table: Tensor | None, entries: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:

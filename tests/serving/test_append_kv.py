@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,11 +14,6 @@ from tests.covering import pairs_on_cpu
 from tests.qkv import null_kernels, on_devices
 
 DTYPES = [torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(5)
 
 
 def caches(shape: tuple[int, ...], dims: tuple[int, int], layout: str, **like) -> tuple[Tensor, Tensor]:
@@ -100,38 +97,32 @@ def test_gpu_a_graph_follows_slots() -> None:
 def test_what_is_refused() -> None:
     k, v = torch.randn(2, 3, 2, 64)
     k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64)
-    slots = torch.arange(3)
+    slots, cos = torch.arange(3), torch.ones(9, 40)
+    whole = {"k_new": k, "v_new": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slots}
+
+    def refuses(error: type[Exception], words: str, **changed: Any) -> None:
+        with pytest.raises(error, match=words):
+            append_kv(**(whole | changed))
+
     for wrong in (-2, 64):
-        with pytest.raises(
-            ValueError, match=f"slot_mapping must hold slots from 0 to 63, or -1 .* got {wrong}"
-        ):
-            append_kv(k, v, k_cache, v_cache, torch.tensor([0, wrong, 1]))
-    with pytest.raises(ValueError, match="k_cache must not be expanded to be written"):
-        append_kv(k, v, k_cache[:1].expand(4, -1, -1, -1), v_cache, slots)
-    with pytest.raises(ValueError, match="k_cache and v_cache must have the same pages"):
-        append_kv(k, v, k_cache, v_cache[:2], slots)
-    with pytest.raises(ValueError, match=r"slot_mapping must have shape \(tokens,\), here \(3,\)"):
-        append_kv(k, v, k_cache, v_cache, slots[:2])
-    with pytest.raises(TypeError, match="slot_mapping must be torch.int32 or torch.int64"):
-        append_kv(k, v, k_cache, v_cache, slots.float())
-    with pytest.raises(TypeError, match="v_cache must have the dtype of k_new"):
-        append_kv(k, v, k_cache, v_cache.half(), slots)
-    with pytest.raises(ValueError, match="v_new must have the 2 heads of k_new, got 1"):
-        append_kv(k, v[:, :1], k_cache, v_cache, slots)
-    with pytest.raises(NotImplementedError, match="k_new requires a gradient, and append_kv has none"):
-        append_kv(k.clone().requires_grad_(), v, k_cache, v_cache, slots)
-    with pytest.raises(TypeError, match="k_new must be a torch.Tensor, got list"):
-        append_kv([1], v, k_cache, v_cache, slots)  # type: ignore[arg-type]
-    cos = torch.ones(9, 40)
-    with pytest.raises(ValueError, match="cos and sin turn 80 features, but k_new has 64"):
-        append_kv(k, v, k_cache, v_cache, slots, Rotary(cos, cos, slots))
-    with pytest.raises(ValueError, match="sin must have shape"):
-        append_kv(k, v, k_cache, v_cache, slots, Rotary(cos[:, :8], cos[:, :4], slots))
-    for factors in ({"k_descale": 1.0}, {"v_descale": [1.0]}):
-        with pytest.raises(TypeError, match=f"{[*factors][0]} must be a torch.Tensor or None, got"):
-            append_kv(k, v, k_cache, v_cache, slots, **factors)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="positions must be a torch.Tensor, got list"):
-        append_kv(k, v, k_cache, v_cache, slots, Rotary(cos, cos, [0, 1, 2]))  # type: ignore[arg-type]
+        words = f"slot_mapping must hold slots from 0 to 63, or -1 .* got {wrong}"
+        refuses(ValueError, words, slot_mapping=torch.tensor([0, wrong, 1]))
+    expanded = k_cache[:1].expand(4, -1, -1, -1)
+    refuses(ValueError, "k_cache must not be expanded to be written", k_cache=expanded)
+    refuses(ValueError, "k_cache and v_cache must have the same pages", v_cache=v_cache[:2])
+    refuses(ValueError, r"must have shape \(tokens,\), here \(3,\)", slot_mapping=slots[:2])
+    refuses(TypeError, "slot_mapping must be torch.int32 or torch.int64", slot_mapping=slots.float())
+    refuses(TypeError, "v_cache must have the dtype of k_new", v_cache=v_cache.half())
+    refuses(ValueError, "v_new must have the 2 heads of k_new, got 1", v_new=v[:, :1])
+    learns = k.clone().requires_grad_()
+    refuses(NotImplementedError, "k_new requires a gradient, and append_kv has none", k_new=learns)
+    refuses(TypeError, "k_new must be a torch.Tensor, got list", k_new=[1])
+    refuses(ValueError, "cos and sin turn 80 features, but k_new has 64", rotary=Rotary(cos, cos, slots))
+    refuses(ValueError, "sin must have shape", rotary=Rotary(cos[:, :8], cos[:, :4], slots))
+    refuses(TypeError, "k_descale must be a torch.Tensor or None, got", k_descale=1.0)
+    refuses(TypeError, "v_descale must be a torch.Tensor or None, got", v_descale=[1.0])
+    positions: Any = [0, 1, 2]
+    refuses(TypeError, "positions must be a torch.Tensor, got list", rotary=Rotary(cos, cos, positions))
     assert not k_cache.any() and not v_cache.any()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from typing import Any
 
 import pytest
@@ -20,12 +19,6 @@ from tests.serving.test_paged_gpu import make_long
 
 pytestmark = pytest.mark.gpu
 LIKE: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(29)
-    random.seed(29)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

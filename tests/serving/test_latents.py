@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -10,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_ext import AuxRequest, attention_varlen, serving
-from flash_ext._ops.library import _C
+from flash_ext import attention_varlen, serving
 from tests.covering import pairs_on_cpu
 from tests.graphs import capture
-from tests.pages import Cache, check, close, make_cache, packed_queries, truth
+from tests.pages import Cache, check, close, make_cache, packed_queries, recorded, run, truth
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs Hopper")]
@@ -29,12 +27,6 @@ def on_hopper(test: Callable[..., None]) -> Callable[..., None]:
 LENGTHS = {"cpu": (200, 64, 0, 130, 5, 1, 129, 70), "cuda": (200, 64, 0, 1000, 5, 1, 129, 2049)}
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(41)
-    random.seed(41)
-
-
 def latents(lengths: Sequence[int], page_size: int, device: str, dtype: torch.dtype | None = None) -> Cache:
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     cache = make_cache(list(lengths), page_size, 1, D, D, device, dtype)
@@ -43,15 +35,11 @@ def latents(lengths: Sequence[int], page_size: int, device: str, dtype: torch.dt
 
 def packed(
     cache: Cache, heads: int, counts: Sequence[int], window: tuple[int, int], backend: str | None = None
-) -> Tensor:
-    """out of the queries of each sequence, compared with float64."""
+) -> None:
+    """Queries of each sequence, compared with float64."""
     q, bounds, each = packed_queries(list(counts), heads, D, str(cache.k.device), cache.k.dtype, outside=3)
-    out, aux = attention_varlen(
-        q, cache.k, cache.v, bounds, None, window_size=window, max_seqlen_q=max(counts), **cache.places,
-        return_aux=AuxRequest(lse=True), backend=backend,
-    )  # fmt: skip
-    check(out, aux.lse, bounds, each, cache, window)
-    return out
+    out, lse = run(q, bounds, cache, window_size=window, max_seqlen_q=max(counts), backend=backend)
+    check(out, lse, bounds, each, cache, window)
 
 
 @pairs_on_cpu(
@@ -145,13 +133,8 @@ def test_sinks(heads: int, device: str) -> None:
     cache = latents((200, 5), 64, device)
     q, bounds, each = packed_queries([2, 1], heads, D, device, cache.k.dtype)
     sinks = torch.linspace(-1, 2, heads, device=device)
-    out, aux = attention_varlen(
-        q, cache.k, cache.v, bounds, None, causal=True, sinks=sinks, return_aux=AuxRequest(lse=True),
-        **cache.places,
-    )  # fmt: skip
-    outs, lses = truth(each, cache.rows, (-1, 0), sinks=sinks)
-    close(out, torch.cat(outs), "out")
-    close(aux.lse, torch.cat(lses, -1), "lse")
+    out, lse = run(q, bounds, cache, causal=True, sinks=sinks)
+    check(out, lse, bounds, each, cache, (-1, 0), sinks)
 
 
 @on_hopper
@@ -187,25 +170,22 @@ def test_the_kernel_that_runs_and_its_bits() -> None:
     cache = latents((5000, 77, 1300, 64), 64, "cuda")
     q = torch.randn(4, 2, 64, D, device="cuda", dtype=torch.bfloat16)
 
-    def run(*rows: int) -> tuple[Tensor, Tensor]:
+    def attend(*rows: int) -> tuple[Tensor, Tensor]:
         picked = list(rows)
         return serving.flash_mla_with_kvcache(
             q[picked], cache.k, cache.table[picked], cache.lengths[picked], DV, causal=True
         )
 
-    _C.set_switch("record_launches", 1)
-    try:
-        first = run(0, 1, 2, 3)
-        kernels = [one["kernel"] for one in _C.last_launch()["launches"]]
-    finally:
-        _C.set_switch("record_launches", None)
+    with recorded() as last_launch:
+        first = attend(0, 1, 2, 3)
+        kernels = [one["kernel"] for one in last_launch()["launches"]]
     assert kernels == ["fwd_latent_sm90_hd576_v512", "fwd_merge_cached_sm80_hd256"]
     for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(run(0, 1, 2, 3), first, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(attend(0, 1, 2, 3), first, strict=True))
     with serving.set_batch_invariant(True):
-        whole = run(0, 1, 2, 3)
+        whole = attend(0, 1, 2, 3)
         for b in range(4):
-            assert all(torch.equal(a[0], x[b]) for a, x in zip(run(b), whole, strict=True))
+            assert all(torch.equal(a[0], x[b]) for a, x in zip(attend(b), whole, strict=True))
 
 
 @on_hopper
@@ -227,14 +207,14 @@ def test_a_graph_follows_lengths_and_tables() -> None:
     q = torch.randn(3, 1, 128, D, device="cuda", dtype=torch.bfloat16)
     lengths, table = cache.lengths.clone(), cache.table.clone()
 
-    def run() -> Tensor:
+    def attend() -> Tensor:
         return serving.flash_mla_with_kvcache(q, cache.k, table, lengths, DV)[0]
 
-    graph, out = capture(run)
+    graph, out = capture(attend)
     lengths.copy_(torch.tensor([3, 0, 400]))
     table[2] = cache.table[0]
     graph.replay()
-    assert torch.equal(out, run())
+    assert torch.equal(out, attend())
     assert out[1].count_nonzero() == 0
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import AuxRequest, attention_varlen
-from flash_ext._ops.library import _C
+from flash_ext import attention_varlen
 from tests.graphs import capture
-from tests.pages import LAYOUTS, Cache, check, close, make_cache, packed_queries, truth
+from tests.pages import LAYOUTS, Cache, check, make_cache, packed_queries, recorded, run
 from tests.serving.test_paged_gpu import WINDOWS, make_long
 
 pytestmark = [
@@ -26,29 +24,16 @@ KERNEL = "fwd_packed_sm90"
 LENGTHS = (200, 500, 0, 1000, 5, 1, 129, 2049)
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(31)
-    random.seed(31)
-
-
 def few(
     cache: Cache, heads: int, head_dim: int, window: tuple[int, int], counts: Sequence[int], **options: object
-) -> Tensor:
-    """out of few queries of each sequence, compared with float64."""
+) -> None:
+    """Few queries of each sequence, compared with float64."""
     q, bounds, each = packed_queries(list(counts), heads, head_dim, "cuda", cache.k.dtype, outside=3)
-    _C.set_switch("record_launches", 1)
-    try:
-        out, aux = attention_varlen(
-            q, cache.k, cache.v, bounds, None, window_size=window, max_seqlen_q=max(counts), **cache.places,
-            return_aux=AuxRequest(lse=True), **options,
-        )  # fmt: skip
-        kernels = [one["kernel"] for one in _C.last_launch()["launches"]]
-    finally:
-        _C.set_switch("record_launches", None)
+    with recorded() as last_launch:
+        out, lse = run(q, bounds, cache, window_size=window, max_seqlen_q=max(counts), **options)
+        kernels = [one["kernel"] for one in last_launch()["launches"]]
     assert any(name.startswith(KERNEL) for name in kernels), kernels
-    check(out, aux.lse, bounds, each, cache, window)
-    return out
+    check(out, lse, bounds, each, cache, window)
 
 
 # (heads, key heads, queries of each sequence): groups that divide a tile and such that do not, tiles of one
@@ -98,11 +83,7 @@ def test_one_sequence(count: int) -> None:
     for length in (0, 3, 300, 5000, 20001):
         cache = make_long([length], 16, 2, 128, torch.bfloat16)
         q, bounds, each = packed_queries([count], 8, 128, "cuda", torch.bfloat16, outside=3)
-        out, aux = attention_varlen(
-            q, cache.k, cache.v, bounds, None, causal=True, max_seqlen_q=64, **cache.places,
-            return_aux=AuxRequest(lse=True),
-        )  # fmt: skip
-        check(out, aux.lse, bounds, each, cache, (-1, 0))
+        check(*run(q, bounds, cache, causal=True, max_seqlen_q=64), bounds, each, cache, (-1, 0))
 
 
 def test_very_many_keys() -> None:
@@ -116,29 +97,7 @@ def test_the_largest_queries_may_be_understated() -> None:
     cache = make_cache(list(LENGTHS), 16, 2, 64, None, "cuda", torch.bfloat16)
     counts = [5, 100, 17, 300, 0, 1, 33, 32]
     q, bounds, each = packed_queries(counts, 8, 64, "cuda", torch.bfloat16, outside=3)
-    out, aux = attention_varlen(
-        q, cache.k, cache.v, bounds, None, causal=True, max_seqlen_q=20, **cache.places,
-        return_aux=AuxRequest(lse=True),
-    )  # fmt: skip
-    check(out, aux.lse, bounds, each, cache, (-1, 0))
-
-
-@pytest.mark.parametrize("in_pages", [False, True])
-@pytest.mark.parametrize("count", [8, 16, 50])
-def test_dense_queries_of_entries_and_pages(count: int, in_pages: bool) -> None:
-    lengths = [500, 77, 50, 0]
-    cache = make_cache(lengths, 24 if in_pages else 504, 2, 128, None, "cuda", torch.bfloat16)
-    q = torch.randn(4, count, 8, 128, device="cuda", dtype=torch.bfloat16)
-    if in_pages:
-        places = {"page_table": cache.table}
-    else:
-        first = cache.table[:, 0].clamp(0, cache.k.shape[0] - 1).long()
-        cache.k, cache.v, places = cache.k[first], cache.v[first], {}
-    out = flash_ext.serving.flash_attn_with_kvcache(
-        q, cache.k, cache.v, cache_seqlens=cache.lengths, causal=True, **places
-    )
-    outs, _ = truth(list(q), cache.rows, (-1, 0))
-    close(out, torch.stack(outs))
+    check(*run(q, bounds, cache, causal=True, max_seqlen_q=20), bounds, each, cache, (-1, 0))
 
 
 def test_negative_and_zero_scales_and_expanded_heads() -> None:
@@ -176,25 +135,20 @@ def test_rows_of_no_query_do_not_decide_how_others_are_rounded(heads: int, head_
     runs = []
     for other in 3 * others:
         flash_ext.attention(other, other, other)
-        runs.append(
-            attention_varlen(
-                q, cache.k, cache.v, bounds, None, causal=True, max_seqlen_q=40, **cache.places,
-                return_aux=AuxRequest(lse=True),
-            )
-        )  # fmt: skip
-    for out, aux in runs[1:]:
-        assert torch.equal(out, runs[0][0]) and torch.equal(aux.lse, runs[0][1].lse)
+        runs.append(run(q, bounds, cache, causal=True, max_seqlen_q=40))
+    for out, lse in runs[1:]:
+        assert torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1])
 
 
 def test_a_graph_follows_lengths() -> None:
     cache = make_long([9000, 100, 3333], 16, 2, 128, torch.bfloat16)
     q, bounds, _ = packed_queries([40, 9, 30], 8, 128, "cuda", torch.bfloat16)
 
-    def call() -> Tensor:
-        return attention_varlen(
-            q, cache.k, cache.v, bounds, None, causal=True, max_seqlen_q=40, **cache.places
-        )
+    follows_lengths(cache, lambda: run(q, bounds, cache, causal=True, max_seqlen_q=40)[0])
 
+
+def follows_lengths(cache: Cache, call: Callable[[], Tensor]) -> None:
+    """A graph of the call, with other lengths of three sequences in the cache."""
     graph, out = capture(call)
     for lengths in ([9000, 100, 3333], [1, 50, 700], [8000, 9, 0]):
         cache.lengths.copy_(torch.tensor(lengths))

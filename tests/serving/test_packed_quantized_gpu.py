@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +10,21 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import AuxRequest, attention_varlen
-from flash_ext._ops.library import _C
-from tests.graphs import capture
-from tests.pages import FACTORS, LAYOUTS, Cache, check, close, in_bytes, make_cache, packed_queries, truth
-from tests.serving.test_packed_gpu import GROUPS, LENGTHS
+from flash_ext import attention_varlen
+from tests.pages import (
+    FACTORS,
+    LAYOUTS,
+    Cache,
+    check,
+    close,
+    in_bytes,
+    make_cache,
+    packed_queries,
+    recorded,
+    run,
+    truth,
+)  # fmt: skip
+from tests.serving.test_packed_gpu import GROUPS, LENGTHS, follows_lengths
 from tests.serving.test_paged_gpu import WINDOWS, make_long
 from tests.serving.test_quantized_cache import BYTES, of_each_type
 
@@ -27,12 +36,6 @@ pytestmark = [
 ]
 KERNEL = "fwd_packed_quantized_sm90"
 COUNTS = (5, 16, 17, 64, 0, 1, 33, 32)
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(37)
-    random.seed(37)
 
 
 def make(
@@ -50,18 +53,13 @@ def few(
     """Few queries of each sequence, compared with float64."""
     cache, descales = made
     q, bounds, each = packed_queries(list(counts), heads, head_dim, "cuda", dtype, outside=3)
-    _C.set_switch("record_launches", 1)
-    try:
-        out, aux = attention_varlen(
-            q, cache.k, cache.v, bounds, None, window_size=window, max_seqlen_q=max(counts), **cache.places,
-            return_aux=AuxRequest(lse=True), **descales, **options,
-        )  # fmt: skip
-        kernels = [one["kernel"] for one in _C.last_launch()["launches"]]
-    finally:
-        _C.set_switch("record_launches", None)
+    options |= {"window_size": window, "max_seqlen_q": max(counts)}
+    with recorded() as last_launch:
+        out, lse = run(q, bounds, cache, **descales, **options)
+        kernels = [one["kernel"] for one in last_launch()["launches"]]
     assert any(name.startswith(KERNEL) for name in kernels), kernels
     rounded = any(x.dim() == 3 for x in descales.values())
-    check(out, aux.lse, bounds, each, cache, window, rounded=rounded)
+    check(out, lse, bounds, each, cache, window, rounded=rounded)
 
 
 @of_each_type
@@ -199,13 +197,5 @@ def test_a_graph_follows_lengths() -> None:
     cache, descales = in_bytes(wide, torch.int8, "heads")
     q, bounds, _ = packed_queries([40, 9, 30], 8, 128, "cuda", torch.bfloat16)
 
-    def call() -> Tensor:
-        return attention_varlen(
-            q, cache.k, cache.v, bounds, None, causal=True, max_seqlen_q=40, **cache.places, **descales
-        )
-
-    graph, out = capture(call)
-    for lengths in ([9000, 100, 3333], [1, 50, 700], [8000, 9, 0]):
-        cache.lengths.copy_(torch.tensor(lengths))
-        graph.replay()
-        assert torch.equal(out, call())
+    call = {"causal": True, "max_seqlen_q": 40, **descales}
+    follows_lengths(cache, lambda: run(q, bounds, cache, **call)[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +17,6 @@ from tests.qkv import dtype_on, null_kernels, on_devices
 
 LSE = AuxRequest(lse=True)
 PAGES = (1, 3, 16, 24, 64, 128, 256)
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(11)
-    random.seed(11)
 
 
 @on_devices
@@ -250,60 +244,37 @@ def test_gpu_values_are_kept_inside(counts: list[int]) -> None:
 
 def test_what_is_refused() -> None:
     q, bounds, cache = small()
-    places = cache.places
-    call = (q, cache.k, cache.v, bounds, None)
-    for name, value, words in (
-        ("mask", masks.Chunks(8), "Chunks is not available in a mask"),
-        ("dropout_p", 0.5, "dropout_p is not available"),
-        ("generator", torch.Generator(), "generator is not available"),
-    ):
-        with pytest.raises(NotImplementedError, match=f"{words} .*over a cache"):
-            attention_varlen(*call, **places, **{name: value})
-    with pytest.raises(NotImplementedError, match="max_scores is not available over a cache"):
-        attention_varlen(*call, **places, return_aux=AuxRequest(max_scores=True))
-    with pytest.raises(NotImplementedError, match=r"attention over a cache .* has no gradient"):
-        attention_varlen(q.clone().requires_grad_(), *call[1:], **places)
+    whole = {"q": q, "k": cache.k, "v": cache.v, "cu_seqlens_q": bounds, "cu_seqlens_k": None, **cache.places}
+
+    def refuses(error: type[Exception], words: str, **changed: Any) -> None:
+        with pytest.raises(error, match=words):
+            attention_varlen(**(whole | changed))
+
+    missing = NotImplementedError
+    refuses(missing, "Chunks is not available in a mask .*over a cache", mask=masks.Chunks(8))
+    refuses(missing, "dropout_p is not available .*over a cache", dropout_p=0.5)
+    refuses(missing, "generator is not available .*over a cache", generator=torch.Generator())
+    refuses(missing, "max_scores is not available over a cache", return_aux=AuxRequest(max_scores=True))
+    learns = q.clone().requires_grad_()
+    refuses(missing, r"attention over a cache .* has no gradient", q=learns)
     with torch.no_grad():
-        attention_varlen(q.clone().requires_grad_(), *call[1:], **places)
-    with pytest.raises(ValueError, match="seqused_k must be given with block_table"):
-        attention_varlen(*call, block_table=cache.table)
-    with pytest.raises(TypeError, match="block_table must be torch.int32, got torch.int64"):
-        attention_varlen(*call, block_table=cache.table.long(), seqused_k=cache.lengths)
-    with pytest.raises(TypeError, match="seqused_k must be torch.int32, got torch.float32"):
-        attention_varlen(*call, block_table=cache.table, seqused_k=cache.lengths.float())
-    with pytest.raises(TypeError, match="seqused_k must be a torch.Tensor or None, got list"):
-        attention_varlen(*call, block_table=cache.table, seqused_k=[40, 9])
-    with pytest.raises(ValueError, match=r"block_table must have shape \(batch, max_pages\) with batch 2"):
-        attention_varlen(*call, block_table=cache.table[:1], seqused_k=cache.lengths)
-    with pytest.raises(ValueError, match=r"seqused_k must have shape \(batch,\) with batch 2, got \(1,\)"):
-        attention_varlen(*call, block_table=cache.table, seqused_k=cache.lengths[:1])
-    with pytest.raises(ValueError, match=r"k must have shape \(num_pages, page_size, num_heads, head_dim\)"):
-        attention_varlen(q, cache.k[0], cache.v[0], bounds, None, **places)
-    with pytest.raises(ValueError, match="v must have the pages of k"):
-        attention_varlen(q, cache.k, cache.v[:2], bounds, None, **places)
+        attention_varlen(**(whole | {"q": learns}))
+    table, lengths = cache.table, cache.lengths
+    refuses(ValueError, "seqused_k must be given with block_table", seqused_k=None)
+    refuses(TypeError, "block_table must be torch.int32, got torch.int64", block_table=table.long())
+    refuses(TypeError, "seqused_k must be torch.int32, got torch.float32", seqused_k=lengths.float())
+    refuses(TypeError, "seqused_k must be a torch.Tensor or None, got list", seqused_k=[40, 9])
+    refuses(ValueError, r"must have shape \(batch, max_pages\) with batch 2", block_table=table[:1])
+    refuses(ValueError, r"must have shape \(batch,\) with batch 2, got \(1,\)", seqused_k=lengths[:1])
+    pages = r"k must have shape \(num_pages, page_size, num_heads, head_dim\)"
+    refuses(ValueError, pages, k=cache.k[0], v=cache.v[0])
+    refuses(ValueError, "v must have the pages of k", v=cache.v[:2])
+    refuses(ValueError, "num_heads of q must be a positive multiple of num_heads of k", q=q[:, :3])
+    empty, options = (cache.k[:, :0], cache.v[:, :0]), (0, 0, 1.0, -1, -1, None, None, 0.0, None)
     with pytest.raises(ValueError, match="a page of k must hold at least 1 key"):
-        torch.ops.flash_ext.fwd_cached(
-            q,
-            cache.k[:, :0],
-            cache.v[:, :0],
-            bounds,
-            None,
-            cache.lengths,
-            cache.table,
-            0,
-            0,
-            1.0,
-            -1,
-            -1,
-            None,
-            None,
-            0.0,
-            None,
-        )
-    with pytest.raises(ValueError, match="num_heads of q must be a positive multiple of num_heads of k"):
-        attention_varlen(q[:, :3], *call[1:], **places)
+        torch.ops.flash_ext.fwd_cached(q, *empty, bounds, None, lengths, table, *options)
     with pytest.raises(NotImplementedError, match="vmap over attention with a cache"):
-        torch.vmap(lambda one: attention_varlen(one, *call[1:], **places))(torch.stack([q, q]))
+        torch.vmap(lambda one: attention_varlen(**(whole | {"q": one})))(torch.stack([q, q]))
 
 
 # ---- the host side -------------------------------------------------------------------------------------
@@ -328,14 +299,8 @@ def launches(
         return _C.last_launch()["launches"]
 
 
-def names(
-    counts: list[int],
-    bound: int | None,
-    heads: tuple[int, int] = (8, 2),
-    page_size: int = 64,
-    length: int = 3000,
-) -> list[str]:
-    return [one["kernel"].removesuffix("_hd64") for one in launches(counts, bound, heads, page_size, length)]
+def names(*args: Any, **options: Any) -> list[str]:
+    return [one["kernel"].removesuffix("_hd64") for one in launches(*args, **options)]
 
 
 SPLIT, MERGE = "fwd_split_cached_sm80", "fwd_merge_cached_sm80"

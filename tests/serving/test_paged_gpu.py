@@ -6,22 +6,14 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 import flash_ext
-from flash_ext import AuxRequest, attention_varlen
-from flash_ext._ops.library import _C
+from flash_ext import attention_varlen
 from tests.graphs import capture
-from tests.pages import LAYOUTS, Cache, check, close, make_cache, packed_queries, truth
+from tests.pages import LAYOUTS, Cache, check, close, make_cache, packed_queries, recorded, run, truth
 
 pytestmark = pytest.mark.gpu
 LIKE = {"device": "cuda", "dtype": torch.bfloat16}
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(13)
-    random.seed(13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -31,11 +23,7 @@ def test_long_caches(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) 
     cache = make_long(lengths, 16, heads[1], head_dim, dtype)
     for counts in ([1] * 5, [1, 3, 1, 130, 8]):
         q, bounds, each = packed_queries(counts, heads[0], head_dim, "cuda", dtype)
-        out, aux = attention_varlen(
-            q, cache.k, cache.v, bounds, None, causal=True, max_seqlen_q=max(counts), **cache.places,
-            return_aux=AuxRequest(lse=True),
-        )  # fmt: skip
-        check(out, aux.lse, bounds, each, cache, (-1, 0))
+        check(*run(q, bounds, cache, causal=True, max_seqlen_q=max(counts)), bounds, each, cache, (-1, 0))
 
 
 @pytest.mark.parametrize(("head_dim", "heads"), [(128, 8), (256, 2)], ids=str)
@@ -46,11 +34,8 @@ def test_one_sequence_of_fewer_queries_than_there_are_rows(count: int, head_dim:
         cache = make_long([length], 16, 1, head_dim, torch.bfloat16)
         q, bounds, each = packed_queries([count], heads, head_dim, **LIKE, outside=3)
         for most, backend in ((None, None), (6, None), (None, "kv_splits=5")):
-            out, aux = attention_varlen(
-                q, cache.k, cache.v, bounds, None, causal=True, max_seqlen_q=most, backend=backend,
-                **cache.places, return_aux=AuxRequest(lse=True),
-            )  # fmt: skip
-            check(out, aux.lse, bounds, each, cache, (-1, 0))
+            out, lse = run(q, bounds, cache, causal=True, max_seqlen_q=most, backend=backend)
+            check(out, lse, bounds, each, cache, (-1, 0))
 
 
 # (heads, key heads, head_dim, head_dim_v)
@@ -64,22 +49,15 @@ COUNTS, LENGTHS = [200, 1, 70, 400, 0, 130, 333, 80], [200, 500, 0, 1000, 5, 1, 
 
 def prompts(
     cache: Cache, heads: int, head_dim: int, window: tuple[int, int], counts: list[int], **options: object
-) -> Tensor:
-    """out of pieces of prompts, compared with float64."""
+) -> None:
+    """Pieces of prompts, compared with float64."""
     q, bounds, each = packed_queries(counts, heads, head_dim, "cuda", cache.k.dtype, outside=3)
-    _C.set_switch("record_launches", 1)
-    try:
-        out, aux = attention_varlen(
-            q, cache.k, cache.v, bounds, None, window_size=window, **cache.places,
-            return_aux=AuxRequest(lse=True), **options,
-        )  # fmt: skip
-        last = _C.last_launch()["launches"][-1]["kernel"]
-    finally:
-        _C.set_switch("record_launches", None)
-    check(out, aux.lse, bounds, each, cache, window)
+    with recorded() as last_launch:
+        out, lse = run(q, bounds, cache, window_size=window, **options)
+        last = last_launch()["launches"][-1]["kernel"]
+    check(out, lse, bounds, each, cache, window)
     if torch.cuda.get_device_capability() == (9, 0) and not options:
         assert last.startswith("fwd_cached_sm90" if cache.k.shape[1] % 8 == 0 else "fwd_cached_sm80")
-    return out
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -141,8 +119,9 @@ def test_prompts_over_very_many_keys() -> None:
 
 
 @pytest.mark.parametrize("in_pages", [False, True])
-def test_dense_queries_of_entries_and_pages(in_pages: bool) -> None:
-    lengths, count = [500, 77, 150, 0], 150
+@pytest.mark.parametrize("count", [8, 16, 50, 150])
+def test_dense_queries_of_entries_and_pages(count: int, in_pages: bool) -> None:
+    lengths = [500, 77, count, 0]
     cache = make_cache(lengths, 504 if not in_pages else 24, 2, 128, None, "cuda", torch.bfloat16)
     q = torch.randn(4, count, 8, 128, **LIKE)
     if in_pages:
@@ -155,15 +134,6 @@ def test_dense_queries_of_entries_and_pages(in_pages: bool) -> None:
     )
     outs, _ = truth(list(q), cache.rows, (-1, 0))
     close(out, torch.stack(outs))
-
-
-def test_prompts_repeat_bit_for_bit() -> None:
-    cache = make_long([900, 100, 3333], 16, 2, 128, torch.bfloat16)
-    q, bounds, _ = packed_queries([400, 90, 300], 8, 128, **LIKE)
-    runs = [
-        attention_varlen(q, cache.k, cache.v, bounds, None, **cache.places, causal=True) for _ in range(10)
-    ]
-    assert all(torch.equal(runs[0], other) for other in runs)
 
 
 def make_long(lengths: list[int], page_size: int, heads_k: int, head_dim: int, dtype: torch.dtype) -> Cache:
@@ -191,12 +161,7 @@ def test_a_graph_follows_lengths_and_tables(counts: list[int]) -> None:
     first = make_cache([300, 77, 16, 200, 90, 1], 16, **LIKE, spare=10)
     q, bounds, each = packed_queries(counts, 8, 64, **LIKE)
 
-    def call() -> Tensor:
-        return attention_varlen(
-            q, first.k, first.v, bounds, None, causal=True, max_seqlen_q=max(counts), **first.places
-        )
-
-    graph, out = capture(call)
+    graph, (out, _) = capture(lambda: run(q, bounds, first, causal=True, max_seqlen_q=max(counts)))
     for lengths in (
         [300, 77, 16, 200, 90, 1],
         [0, 0, 0, 0, 0, 0],
@@ -226,12 +191,11 @@ def test_a_graph_follows_lengths_and_tables(counts: list[int]) -> None:
 @pytest.mark.parametrize("count", [1, 3, 9, 70])
 def test_bits_depend_on_the_sequence_alone_in_the_mode(count: int, group: int) -> None:
     """By itself, in a batch of 64 of other lengths and numbers of queries, in pages of another size."""
-    length, window = 5000, (-1, 0)
+    length = 5000
     cache = make_long([length], 16, 1, 64, torch.bfloat16)
     q, bounds, _ = packed_queries([count], group, 64, **LIKE)
-    options = {"window_size": window, "return_aux": AuxRequest(lse=True)}
     with flash_ext.serving.set_batch_invariant(True):
-        alone, aux = attention_varlen(q, cache.k, cache.v, bounds, None, **cache.places, **options)
+        alone, alone_lse = run(q, bounds, cache, causal=True)
         k, v = cache.rows[0]
         for page_size, others in ((16, 63), (1, 2), (128, 5), (5000, 1)):
             counts = [count, *(random.choice([1, 2, 30, 100]) for _ in range(others))]
@@ -242,18 +206,17 @@ def test_bits_depend_on_the_sequence_alone_in_the_mode(count: int, group: int) -
             there.k[at], there.v[at] = k, v
             more, more_bounds, _ = packed_queries(counts, group, 64, **LIKE)
             more[:count] = q
-            out, more_aux = attention_varlen(
-                more, there.k, there.v, more_bounds, None, **there.places, **options
-            )
+            out, lse = run(more, more_bounds, there, causal=True)
             assert torch.equal(out[:count], alone), (page_size, others)
-            assert torch.equal(more_aux.lse[:, :count], aux.lse)
+            assert torch.equal(lse[:, :count], alone_lse)
 
 
-def test_results_repeat_bit_for_bit() -> None:
-    cache = make_long([9000, 100, 3333], 16, 2, 128, torch.bfloat16)
-    q, bounds, _ = packed_queries([1, 9, 2], 8, 128, **LIKE)
-    runs = [attention_varlen(q, cache.k, cache.v, bounds, None, **cache.places) for _ in range(10)]
-    assert all(torch.equal(runs[0], other) for other in runs)
+@pytest.mark.parametrize(("length", "counts"), [(9000, [1, 9, 2]), (900, [400, 90, 300])])
+def test_results_repeat_bit_for_bit(length: int, counts: list[int]) -> None:
+    cache = make_long([length, 100, 3333], 16, 2, 128, torch.bfloat16)
+    q, bounds, _ = packed_queries(counts, 8, 128, **LIKE)
+    first, *others = (run(q, bounds, cache, causal=True)[0] for _ in range(10))
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_the_host_does_not_wait() -> None:

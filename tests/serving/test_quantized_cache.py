@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from typing import Any
 
 import pytest
@@ -32,12 +31,6 @@ LSE = AuxRequest(lse=True)
 BYTES = (torch.float8_e4m3fn, torch.int8)
 MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 of_each_type = pytest.mark.parametrize("kind", BYTES, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(17)
-    random.seed(17)
 
 
 def make(

@@ -12,9 +12,8 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import _owners, serving
-from flash_ext._ops.library import _C
 from flash_ext.compat import flash_attn as fa
-from tests.pages import Cache, check, close, make_cache, packed_queries, truth
+from tests.pages import Cache, check, close, make_cache, packed_queries, recorded, truth
 from tests.qkv import dtype_on, on_devices
 
 # As vLLM 0.33 and SGLang 0.4.10 declare them.
@@ -31,12 +30,6 @@ SGLANG = (
     "causal window_size attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa "
     "only_qv sm_margin return_softmax_lse sinks score_mod aux_tensors ver out"
 )
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(3)
-    random.seed(3)
 
 
 def test_signatures_are_those_of_the_engines() -> None:
@@ -266,17 +259,14 @@ def test_gpu_a_number_of_parts_is_taken(number: int, planned: bool) -> None:
     q, bounds, each = packed_queries([1, 2], 4, 64, "cuda", torch.bfloat16)
     plan = torch.zeros(17, dtype=torch.int32, device="cuda") if planned else None
     found = []
-    _C.set_switch("record_launches", 1)
-    try:
+    with recorded() as last_launch:
         for asked in (number, 0):
             out, lse = serving.flash_attn_varlen_func(
                 q, cache.k, cache.v, 2, bounds, 20000, seqused_k=cache.lengths, block_table=cache.table,
                 causal=True, num_splits=asked, scheduler_metadata=plan, return_softmax_lse=True,
             )  # fmt: skip
             check(out, lse, bounds, each, cache, (-1, 0))
-            found.append(_C.last_launch()["splits"])
-    finally:
-        _C.set_switch("record_launches", None)
+            found.append(last_launch()["splits"])
     assert found[1] > 5
     assert found[0] == (found[1] if number == 0 or (planned and number > 1) else number)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,12 +12,6 @@ from tests.graphs import capture
 from tests.pages import Cache, close, make_cache, packed_queries, run
 from tests.qkv import dtype_on, on_devices
 from tests.serving.asked import ask, call, of_trees, over_keys, parents_of, path, shown_by, words_of
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(17)
-    random.seed(17)
 
 
 @on_devices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from flash_ext._ops.spec import AttnSpec
 from flash_ext.fp8 import Fp8Inputs, attention_fp8, quantize_fp8
 from tests import fp8_kernel
 from tests.covering import pairs_on_cpu
+from tests.graphs import capture
 from tests.qkv import null_kernels
 from tests.reference import attention_reference
 
@@ -172,10 +174,8 @@ def test_packed(device: str, how: dict, options: dict) -> None:
     """With rows of no sequence in front and behind, one side empty, and lengths off every grid."""
     q, k, v = make(400, 700, packed=True, device=device)
     q[:3], k[690:], v[:5] = math.nan, math.nan, math.nan
-    bounds = [
-        torch.tensor(x, dtype=torch.int32, device=device) for x in ([3, 103, 103, 390], [5, 205, 240, 690])
-    ]
-    check(quantize_fp8(q, k, v, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1], **how), **options)
+    bounds = bounds_of([3, 103, 103, 390], [5, 205, 240, 690], device=device)
+    check(quantize_fp8(q, k, v, **bounds, **how), **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -187,11 +187,7 @@ def test_no_keys(device: str) -> None:
 
 def outliers(q: Tensor, k: Tensor, v: Tensor) -> None:
     for t in (q, k):
-        t += (
-            (torch.rand(t.shape, device=t.device) < 1e-3)
-            * 100
-            * torch.randn(t.shape, device=t.device).to(t.dtype)
-        )
+        t += (torch.rand(t.shape, device=t.device) < 1e-3) * 100 * torch.randn_like(t)
 
 
 def rising(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -257,11 +253,8 @@ def test_data(device: str, data: str, dim: int, mode: str) -> None:
 def test_long_sums(kind: str, keys: int, dim: int) -> None:
     """What the tensor cores' accumulators lose of many values that have something in common."""
     q, k, v = make(128, keys, 1, 1, dim, batch=1, device="cuda")
-    v += (
-        1
-        if kind == "mean"
-        else torch.randn(keys // 512, dim, device="cuda").repeat_interleave(512, 0)[None, :, None] * 2
-    )
+    clusters = torch.randn(keys // 512, dim, device="cuda").repeat_interleave(512, 0)[None, :, None]
+    v += 1 if kind == "mean" else clusters * 2
     x = quantize_fp8(q, k, v)
     out = attention_fp8(x).double()
     a, b, c = x.dequantize(torch.float64)
@@ -288,18 +281,11 @@ def test_powers_of_two_change_no_bit(device: str) -> None:
     x = quantize_fp8(*make(device=device), granularity="head")
     v = rows_of(x)
     one = torch.ones((), device=device)
-    plain = attention_fp8(
-        Fp8Inputs.of(x.q, x.k, v, q_descale=one / 64, k_descale=one / 16, v_descale=one / 2)
-    )
-    for q_descale in (
-        one / 256,
-        (one / 256).expand(2, 4),
-        torch.full((2, 4), 1 / 256, device=device),
-        (one / 256).reshape(1),
-    ):
-        other = Fp8Inputs.of(
-            x.q, x.k, v, q_descale=q_descale, k_descale=(one / 4).expand(2, 2), v_descale=one
-        )
+    x8 = (x.q, x.k, v)
+    plain = attention_fp8(Fp8Inputs.of(*x8, q_descale=one / 64, k_descale=one / 16, v_descale=one / 2))
+    small, k_descale = one / 256, (one / 4).expand(2, 2)
+    for q_descale in (small, small.expand(2, 4), small.repeat(2, 4), small.reshape(1)):
+        other = Fp8Inputs.of(*x8, q_descale=q_descale, k_descale=k_descale, v_descale=one)
         assert torch.equal(attention_fp8(other), 2 * plain)
 
 
@@ -319,18 +305,10 @@ def rows_of(x: Fp8Inputs) -> Tensor:
 @pytest.mark.parametrize("packed", [False, True])
 def test_tensors_that_are_fp8_already(device: str, packed: bool) -> None:
     q, k, v = make(100, 333, packed=packed, device=device)
-    cu = {}
-    if packed:
-        cu = {
-            f"cu_seqlens_{n}": torch.tensor(b, dtype=torch.int32, device=device)
-            for n, b in (("q", [0, 40, 100]), ("k", [0, 133, 333]))
-        }
+    cu = bounds_of([0, 40, 100], [0, 133, 333], device=device) if packed else {}
     x = quantize_fp8(q, k, v, granularity="head", smooth_k=False, smooth_v=False, **cu)
-    descales = {
-        "q_descale": x.q_descale.squeeze(-1),
-        "k_descale": x.k_descale.squeeze(-1),
-        "v_descale": x.v_descale,
-    }
+    descales = {name: getattr(x, name).squeeze(-1) for name in ("q_descale", "k_descale")}
+    descales["v_descale"] = x.v_descale
     other = Fp8Inputs.of(x.q, x.k, rows_of(x), **descales, **cu)
     assert torch.equal(other.v.view(torch.uint8), x.v.view(torch.uint8))
     assert torch.equal(attention_fp8(x, causal=True), attention_fp8(other, causal=True))
@@ -350,33 +328,17 @@ def test_what_is_not_finite_shows(device: str, bad: float) -> None:
 @pytest.mark.gpu
 def test_quantisation_is_that_of_the_cpu() -> None:
     """On any GPU; bit by bit where no mean is involved."""
-    for packed in (False, True):
-        q, k, v = make(200, 333, packed=packed, dim=128)
-        bounds = {}
-        if packed:
-            bounds = {
-                "cu_seqlens_q": torch.tensor([3, 50, 190], dtype=torch.int32),
-                "cu_seqlens_k": torch.tensor([0, 200, 330], dtype=torch.int32),
-            }
-        for how in (
-            {},
-            {"granularity": "head"},
-            {"smooth_k": False, "smooth_v": False},
-            {"mode": "mixed"},
-            {"hadamard": True},
-        ):
-            want = quantize_fp8(q, k, v, **how, **bounds)
-            got = quantize_fp8(
-                q.cuda(), k.cuda(), v.cuda(), **how, **{name: t.cuda() for name, t in bounds.items()}
-            )
-            exact = how.get("smooth_k") is False
-            for a, b in zip(want.dequantize(torch.float32), got.dequantize(torch.float32), strict=True):
-                a, b = (t[3:190] if packed else t for t in (a, b.cpu()))
-                assert (
-                    torch.equal(a, b)
-                    if exact
-                    else (a != b).float().mean() < 0.01 or (a - b).norm() < 1e-3 * a.norm()
-                )
+    for packed, how in itertools.product((False, True), QUANTISATIONS):
+        found = []
+        for device in ("cpu", "cuda"):
+            bounds = bounds_of([3, 50, 190], [0, 200, 330], device=device) if packed else {}
+            x = quantize_fp8(*make(200, 333, packed=packed, dim=128, device=device), **how, **bounds)
+            found.append([t.cpu()[3:190] if packed else t.cpu() for t in x.dequantize(torch.float32)])
+        for a, b in zip(*found, strict=True):
+            if how.get("smooth_k") is False:
+                assert torch.equal(a, b)
+            else:
+                assert (a != b).float().mean() < 0.01 or (a - b).norm() < 1e-3 * a.norm()
 
 
 @pytest.mark.gpu
@@ -391,10 +353,7 @@ def test_runs_repeat_bit_for_bit() -> None:
 @pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
 def test_in_a_cuda_graph() -> None:
     q, k, v = make(300, 500, device="cuda")
-    attention_fp8(quantize_fp8(q, k, v))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention_fp8(quantize_fp8(q, k, v), causal=True)
+    graph, out = capture(lambda: attention_fp8(quantize_fp8(q, k, v), causal=True))
     for seed in (1, 2):
         for t, new in zip((q, k, v), make(300, 500, device="cuda", seed=seed), strict=True):
             t.copy_(new)
@@ -417,9 +376,7 @@ def test_in_a_cuda_graph() -> None:
     ],
 )
 def test_launches(dims: tuple[int, int], mode: str, size: str, packed: bool) -> None:
-    bounds = {}
-    if packed:
-        bounds = {f"cu_seqlens_{side}": torch.tensor([0, 50, 100], dtype=torch.int32) for side in "qk"}
+    bounds = bounds_of([0, 50, 100], [0, 50, 100]) if packed else {}
     tensors = make(100, 100, dim=dims[0], dim_v=dims[1], packed=packed)
     want = quantize_fp8(*tensors, mode=mode, **bounds)
     with null_kernels():

@@ -27,8 +27,10 @@ from tests.fp8.test_fp8 import (
     bounds_of,
     error_of,
     make,
+    rising,
     spec_of,
 )  # fmt: skip
+from tests.graphs import capture
 from tests.qkv import null_kernels
 from tests.reference import attention_reference, row_max_reference
 
@@ -189,16 +191,16 @@ def test_lengths_change_in_a_cuda_graph() -> None:
     q, k, v = make(130, 500, device="cuda")
     used = int32(500, 500, device="cuda")
     sinks = torch.randn(4, device="cuda")
-    attention_fp8(quantize_fp8(q, k, v, seqused_k=used), sinks=sinks)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def call() -> tuple[Tensor, ...]:
         out, aux = attention_fp8(quantize_fp8(q, k, v, seqused_k=used), sinks=sinks, return_aux=BOTH)
+        return out, aux.lse, aux.max_scores
+
+    graph, found = capture(call)
     for lengths in ([500, 3], [0, 257]):
         used.copy_(int32(*lengths))
         graph.replay()
-        want, want_aux = attention_fp8(quantize_fp8(q, k, v, seqused_k=used), sinks=sinks, return_aux=BOTH)
-        assert torch.equal(out, want) and torch.equal(aux.lse, want_aux.lse)
-        assert torch.equal(aux.max_scores, want_aux.max_scores)
+        assert all(torch.equal(a, b) for a, b in zip(found, call(), strict=True))
 
 
 # ---- sinks and largest scores ----------------------------------------------------------------------------
@@ -251,19 +253,14 @@ def test_sinks_without_any_key(device: str, packed: bool) -> None:
         assert (aux.lse[..., :2] == -math.inf).all() and (aux.lse[..., 7:] == -math.inf).all()
 
 
-def rising(q: Tensor, k: Tensor) -> None:
-    q[..., 0] = 30
-    k[..., 0] = torch.linspace(8, -8, k.shape[1], device=k.device)[None, :, None]
-
-
 def one_rules(q: Tensor, k: Tensor) -> None:
     q[..., 0], k[..., 0] = 8, 0
     k[:, 17, :, 0] = 8
 
 
 DATA: dict[str, Callable[[Tensor, Tensor], None]] = {
-    "rising": rising,
-    "falling": lambda q, k: (rising(q, k), k.copy_(k.flip(1))),
+    "rising": lambda q, k: rising(q, k, k),
+    "falling": lambda q, k: (rising(q, k, k), k.copy_(k.flip(1))),
     "one rules": one_rules,
     "equal scores": lambda q, k: q.zero_(),
     "all negative": lambda q, k: (q.abs_(), k.abs_().neg_()),

@@ -296,32 +296,25 @@ def test_biases_that_are_refused() -> None:
 
 def test_what_the_operator_refuses() -> None:
     q, bounds, cache = small()
-    operator = torch.ops.flash_ext.fwd_cached
     rest = (cache.k, cache.v, bounds, None, cache.lengths, cache.table, 0, 0, 0.125, -1, -1, None, None, 0.0)
     mask, ids, ids_k, bias = TRUE[:, None, None], NUMBERS, NUMBERS.view(2, 3), torch.zeros(1, 4, 3, 40)
-    tree, none = NUMBERS.long(), None
-    for given, error, words in (
-        ((tree, none, none, mask), NotImplementedError, "a tree stands by itself"),
-        ((tree, none, none, none, ids, ids_k), NotImplementedError, "a tree stands by itself"),
-        ((none, none, none, mask.int()), ValueError, "a condensed mask has rows and two more"),
-        (
-            (none, none, none, mask.expand(-1, 3, -1, -1)),
-            ValueError,
-            r"mask must have shape \(2 or 1, 4 or 1",
-        ),
-        ((none, none, none, none, ids), ValueError, "document_q and document_k must be given together"),
-        ((none, none, none, none, ids[:5], ids_k), ValueError, r"document_q must have shape \(6\)"),
-        ((none, none, none, none, ids, ids), ValueError, r"document_k must have shape \(2, any\)"),
-        ((none, none, none, none, ids, ids_k.t().contiguous().t()), ValueError, "document_k must be contig"),
-        ((none, none, none, none, none, none, bias[:, :3]), ValueError, "bias must have shape"),
-        (
-            (none, none, none, none, none, none, bias[:, :, 0].contiguous()),
-            ValueError,
-            "an odd number of entries",
-        ),
-    ):
+
+    def refuses(error: type[Exception], words: str, **given: Tensor) -> None:
         with pytest.raises(error, match=words):
-            operator(q, *rest, None, True, *given)
+            torch.ops.flash_ext.fwd_cached(q, *rest, None, True, **given)
+
+    alone = "a tree stands by itself"
+    refuses(NotImplementedError, alone, tree=NUMBERS.long(), mask=mask)
+    refuses(NotImplementedError, alone, tree=NUMBERS.long(), document_q=ids, document_k=ids_k)
+    refuses(ValueError, "a condensed mask has rows and two more", mask=mask.int())
+    refuses(ValueError, r"mask must have shape \(2 or 1, 4 or 1", mask=mask.expand(-1, 3, -1, -1))
+    refuses(ValueError, "document_q and document_k must be given together", document_q=ids)
+    refuses(ValueError, r"document_q must have shape \(6\)", document_q=ids[:5], document_k=ids_k)
+    refuses(ValueError, r"document_k must have shape \(2, any\)", document_q=ids, document_k=ids)
+    by_columns = ids_k.t().contiguous().t()
+    refuses(ValueError, "document_k must be contig", document_q=ids, document_k=by_columns)
+    refuses(ValueError, "bias must have shape", bias=bias[:, :3])
+    refuses(ValueError, "an odd number of entries", bias=bias[:, :, 0].contiguous())
 
 
 # ---- the host side --------------------------------------------------------------------------------------

@@ -115,38 +115,6 @@ def test_a_step_as_sglang_makes_it(packed: bool, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("rotary", [False, True])
-def test_appending_is_that_of_the_dense_cache(rotary: bool, paged: bool, device: str) -> None:
-    """Against compat.flash_attn, which has its own tests; the last sequence has no room for all its keys."""
-    dtype, size = dtype_on(device), 48
-    dense = [torch.randn(3, size, 2, 64, device=device).to(dtype) for _ in "kv"]
-    q, k, v = (torch.randn(3, 4, h, 64, device=device).to(dtype) for h in (4, 2, 2))
-    lengths = torch.tensor([0, 17, 46], dtype=torch.int32, device=device)
-    options: dict[str, Any] = {"causal": True}
-    if rotary:
-        angles = torch.rand(size, 16, device=device) * 6
-        options |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
-    there = [x.clone() for x in dense]
-    want = fa.flash_attn_with_kvcache(q, *there, k, v, cache_seqlens=lengths, **options)
-    if not paged:
-        got = serving.flash_attn_with_kvcache(q, *dense, k, v, cache_seqlens=lengths, **options)
-        assert all(torch.equal(a, b) for a, b in zip(dense, there))
-    else:
-        order = torch.randperm(9, device=device)
-        pools = [torch.empty(9, 16, 2, 64, device=device, dtype=dtype) for _ in "kv"]
-        for pool, x in zip(pools, dense):
-            pool[order] = x.reshape(9, 16, 2, 64)
-        table = order.view(3, 3).int()
-        got = serving.flash_attn_with_kvcache(
-            q, *pools, k, v, cache_seqlens=lengths, page_table=table, **options
-        )
-        assert all(torch.equal(pool[order].reshape(x.shape), x) for pool, x in zip(pools, there))
-    assert isinstance(want, Tensor)
-    close(got, want.double())
-
-
-@on_devices
 def test_entries_of_a_dense_cache(device: str) -> None:
     k, v = torch.randn(2, 5, 30, 2, 64, device=device).to(dtype_on(device))
     q = torch.randn(3, 1, 4, 64, device=device).to(k.dtype)

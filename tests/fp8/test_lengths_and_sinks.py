@@ -240,15 +240,17 @@ def test_sinks_of_packed_sequences(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sinks", [None, SINKS])
 @pytest.mark.parametrize("packed", [False, True])
-def test_sinks_without_any_key(device: str, packed: bool) -> None:
+def test_without_any_key(device: str, packed: bool, sinks: list[float] | None) -> None:
     q, k, v = make(8, 0, packed=packed, device=device)
     places = bounds_of([2, 7], [0, 0], device=device) if packed else {}
-    sinks = torch.tensor(SINKS, device=device)
-    out, aux = attention_fp8(quantize_fp8(q, k, v, **places), sinks=sinks, return_aux=BOTH)
+    given = None if sinks is None else torch.tensor(sinks, device=device)
+    out, aux = attention_fp8(quantize_fp8(q, k, v, **places), sinks=given, return_aux=BOTH)
     assert not out.any() and (aux.max_scores == -math.inf).all()
-    inside = slice(2, 7) if packed else slice(None)
-    assert torch.equal(aux.lse[..., inside], sinks[:, None].expand_as(aux.lse[..., inside]))
+    inside = aux.lse[..., 2:7] if packed else aux.lse
+    want = torch.tensor(sinks or [-math.inf] * 4, device=device)
+    assert torch.equal(inside, want[:, None].expand_as(inside))
     if packed:
         assert (aux.lse[..., :2] == -math.inf).all() and (aux.lse[..., 7:] == -math.inf).all()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 import flash_ext
 from flash_ext.serving import Rotary, append_kv
 from tests.covering import pairs_on_cpu
+from tests.graphs import capture
 from tests.qkv import null_kernels, on_devices
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -85,10 +86,7 @@ def test_gpu_a_graph_follows_slots() -> None:
     k_cache, v_cache = torch.zeros(2, 4, 16, 2, 64, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, 2, 2, 64, device="cuda").bfloat16()
     slots = torch.tensor([0, -1], device="cuda")
-    append_kv(k, v, k_cache, v_cache, slots)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        append_kv(k, v, k_cache, v_cache, slots)
+    graph, _ = capture(lambda: append_kv(k, v, k_cache, v_cache, slots))
     slots.copy_(torch.tensor([20, 21]))
     graph.replay()
     assert torch.equal(k_cache[1, 4:6], k) and torch.equal(v_cache[1, 4:6], v)

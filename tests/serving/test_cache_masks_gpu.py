@@ -158,11 +158,14 @@ def test_the_host_does_not_wait() -> None:
     bias = DenseBias(torch.randn(8, 4, 300, device="cuda"))
     given = [ask(kind, counts, lengths, 8, "cuda").options for kind in KINDS]
     given.append({"bias": bias, "mask": torch.rand(4, 300, device="cuda") < 0.5})
-    attention_varlen(q, cache.k, cache.v, bounds, None, **given[0], **cache.places)
+    parents = torch.tensor([[-1, 0, 0, 1]], device="cuda")
+    run(q, bounds, cache, **given[0])
     torch.cuda.set_sync_debug_mode("error")
     try:
+        given.append({"mask": TokenTree.from_parents(parents)})
+        given.append({"mask": TokenTree.from_bool(parents[:, None] < parents[..., None])})
         for options in given:
-            attention_varlen(q, cache.k, cache.v, bounds, None, max_seqlen_q=4, **options, **cache.places)
+            run(q, bounds, cache, max_seqlen_q=4, **options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

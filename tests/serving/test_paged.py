@@ -109,10 +109,8 @@ def test_sinks(window: tuple[int, int], device: str) -> None:
         sinks = torch.tensor([0.5, -torch.inf, 30.0, -2.0], device=device, dtype=dtype)
         out, lse = run(q, bounds, cache, window_size=window, sinks=sinks)
         check(out, lse, bounds, each, cache, window, sinks)
-        alone = attention_varlen(
-            q, cache.k, cache.v, bounds, None, window_size=window, sinks=sinks, **cache.places
-        )
-        assert torch.equal(alone, out)
+        options = {"window_size": window, "sinks": sinks, **cache.places}
+        assert torch.equal(attention_varlen(q, cache.k, cache.v, bounds, None, **options), out)
         got, got_lse = serving.flash_attn_varlen_func(
             q, cache.k, cache.v, 100, bounds, 140, seqused_k=cache.lengths, block_table=cache.table,
             window_size=window, s_aux=sinks, return_softmax_lse=True,
@@ -281,21 +279,17 @@ def test_what_is_refused() -> None:
 
 
 def launches(
-    counts: list[int],
-    bound: int | None,
-    heads: tuple[int, int] = (8, 2),
-    page_size: int = 64,
+    counts: list[int], bound: int | None, heads: tuple[int, int] = (8, 2), page_size: int = 64,
     length: int = 3000,
-) -> list[dict]:
+) -> list[dict]:  # fmt: skip
     """Of sequences of one length, all of whose pages are one."""
     k = torch.empty(1, page_size, heads[1], 64, dtype=torch.bfloat16)
     table = torch.zeros(len(counts), -(-length // page_size), dtype=torch.int32)
     lengths = torch.full((len(counts),), length, dtype=torch.int32)
     q, bounds, _ = packed_queries(counts, heads[0], 64, "cpu", torch.bfloat16)
+    places = {"block_table": table, "seqused_k": lengths}
     with null_kernels():
-        attention_varlen(
-            q, k, k, bounds, None, block_table=table, seqused_k=lengths, max_seqlen_q=bound
-        )  # fmt: skip
+        attention_varlen(q, k, k, bounds, None, max_seqlen_q=bound, **places)
         return _C.last_launch()["launches"]
 
 

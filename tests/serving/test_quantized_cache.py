@@ -13,6 +13,7 @@ import flash_ext
 from flash_ext import AuxRequest, attention_varlen, masks, serving
 from flash_ext._ops.library import _C
 from tests.covering import pairs_on_cpu
+from tests.graphs import capture
 from tests.pages import (
     FACTORS,
     LAYOUTS,
@@ -183,10 +184,7 @@ def test_gpu_a_graph_follows_lengths_and_factors() -> None:
     cache, descales = make([333, 90], 16, torch.float8_e4m3fn, "heads", "cuda")
     q, bounds, each = packed_queries([1, 1], 8, 64, "cuda", torch.bfloat16)
     call = {"max_seqlen_q": 1, **descales}
-    run(q, bounds, cache, **call)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = run(q, bounds, cache, **call)
+    graph, (out, lse) = capture(lambda: run(q, bounds, cache, **call))
     for lengths, by in (([333, 90], 1.0), ([12, 0], 0.5), ([300, 90], 2.0)):
         cache.lengths.copy_(torch.tensor(lengths))
         rows = [(k[:n] * by, v[:n]) for (k, v), n in zip(cache.rows, lengths)]

@@ -386,19 +386,10 @@ class Server:
         shape = (pages, page_size, self.HEADS_K, self.DIM)
         self.k, self.v = (torch.full(shape, torch.nan, device=device, dtype=self.dtype) for _ in "kv")
         self.free = list(range(pages))
-        self.users = [0] * pages
         self.live: list[tuple[list[int], Tensor, Tensor]] = []  # pages, keys, values
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device).to(self.dtype)
-
-    def leave(self) -> None:
-        pages, *_ = self.live.pop(random.randrange(len(self.live)))
-        for page in pages:
-            self.users[page] -= 1
-            if self.users[page] == 0:
-                self.k[page], self.v[page] = torch.nan, torch.nan
-                self.free.append(page)
 
     def join(self) -> None:
         """A new sequence, which may begin with whole pages of another one."""
@@ -409,23 +400,19 @@ class Server:
             whole = random.randint(0, len(keys) // self.page_size)
             pages, end = other[:whole], whole * self.page_size
             k, v = keys[:end], values[:end]
-        for page in pages:
-            self.users[page] += 1
         self.live.append((pages, k, v))
 
     def step(self) -> None:
         if self.live and (random.random() < 0.15 or len(self.free) < 2 * self.MOST):
-            self.leave()
+            self.live.pop(random.randrange(len(self.live)))
         if len(self.live) < self.MOST and random.random() < 0.4:
             self.join()
         room = self.ROOM * self.page_size - max(5, self.page_size + 1)  # before the most new tokens
         self.live = [one for one in self.live if len(one[1]) <= room]
         used = {page for pages, *_ in self.live for page in pages}
-        for page in range(len(self.users)):
-            self.users[page] = sum(page in pages for pages, *_ in self.live)
-            if page not in used and page not in self.free:
-                self.k[page], self.v[page] = torch.nan, torch.nan
-                self.free.append(page)
+        for page in {*range(len(self.k))} - used - {*self.free}:
+            self.k[page], self.v[page] = torch.nan, torch.nan
+            self.free.append(page)
         if not self.live:
             return
         counts = [random.choice([1, 1, 1, 2, 5, self.page_size + 1]) for _ in self.live]
@@ -437,7 +424,6 @@ class Server:
             for at in range(len(k), len(k) + count):
                 if at // self.page_size == len(pages):
                     pages.append(self.free.pop(random.randrange(len(self.free))))
-                    self.users[pages[-1]] = 1
                 slots.append(pages[at // self.page_size] * self.page_size + at % self.page_size)
             own = slice(start, start + count)
             self.live[i] = (pages, torch.cat([k, new_k[own]]), torch.cat([v, new_v[own]]))

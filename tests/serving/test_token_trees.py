@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -189,26 +191,22 @@ def test_what_the_functions_of_engines_refuse() -> None:
         serving.flash_attn_with_kvcache(*dense, mask=TokenTree(tree.words[:, :2]), **places)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: TokenTree([1]), TypeError, "words must be a torch.Tensor, got list"),
-        (lambda: TokenTree(torch.ones(3).int()), TypeError, "words must be torch.int64, got int32"),
-        (lambda: TokenTree(torch.ones(2, 2) > 0), TypeError, "A bool tensor goes into TokenTree.from_bool"),
-        (lambda: TokenTree(torch.ones(1, 2, 2).long()), ValueError, r"got \(1, 2, 2\)"),
-        (
-            lambda: TokenTree(torch.ones(2, 65).long()),
-            ValueError,
-            r"at most 64 tokens .* got shape \(2, 65\)",
-        ),
-        (lambda: TokenTree.from_bool(torch.ones(2, 2)), TypeError, "shown must be torch.bool"),
-        (lambda: TokenTree.from_bool(torch.ones(2, 3) > 0), ValueError, r"\(n, n\), got \(2, 3\)"),
-        (lambda: TokenTree.from_bool(torch.ones(65, 65) > 0), ValueError, "at most 64 tokens"),
-        (lambda: TokenTree.from_parents(torch.ones(2)), TypeError, "parents must be torch.int32 or"),
-        (lambda: TokenTree.from_parents(torch.ones(65).long()), ValueError, "at most 64 tokens"),
-    ],
-)
-def test_words_that_are_none(make, error: type[Exception], words: str) -> None:
+WRONG: list[tuple[Any, type[Exception], str]] = [
+    (lambda: TokenTree([1]), TypeError, "words must be a torch.Tensor, got list"),
+    (lambda: TokenTree(torch.ones(3).int()), TypeError, "words must be torch.int64, got int32"),
+    (lambda: TokenTree(torch.ones(2, 2) > 0), TypeError, "A bool tensor goes into TokenTree.from_bool"),
+    (lambda: TokenTree(torch.ones(1, 2, 2).long()), ValueError, r"got \(1, 2, 2\)"),
+    (lambda: TokenTree(torch.ones(2, 65).long()), ValueError, r"at most 64 .* got shape \(2, 65\)"),
+    (lambda: TokenTree.from_bool(torch.ones(2, 2)), TypeError, "shown must be torch.bool"),
+    (lambda: TokenTree.from_bool(torch.ones(2, 3) > 0), ValueError, r"\(n, n\), got \(2, 3\)"),
+    (lambda: TokenTree.from_bool(torch.ones(65, 65) > 0), ValueError, "at most 64 tokens"),
+    (lambda: TokenTree.from_parents(torch.ones(2)), TypeError, "parents must be torch.int32 or"),
+    (lambda: TokenTree.from_parents(torch.ones(65).long()), ValueError, "at most 64 tokens"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), WRONG)
+def test_words_that_are_none(make: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make()
 
@@ -243,21 +241,3 @@ def test_gpu_rows_behind_the_64th_key_of_a_tree_stay_inside() -> None:
     shown = torch.ones(100, 100, dtype=torch.bool)
     shown[:, 64:] = False
     call(q, cache, bounds, of_trees([shown], torch.full((100,), -1, device="cuda")), each)
-
-
-@pytest.mark.gpu
-def test_gpu_the_host_does_not_wait() -> None:
-    like = {"device": "cuda", "dtype": torch.bfloat16}
-    cache = make_cache([300, 77], 16, 2, 64, None, **like)
-    q, bounds, _ = packed_queries([4, 4], 8, 64, **like)
-    parents = torch.tensor([[-1, 0, 0, 1]], device="cuda")
-    attention_varlen(q, cache.k, cache.v, bounds, None, mask=TokenTree.from_parents(parents), **cache.places)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for mask in (
-            TokenTree.from_parents(parents),
-            TokenTree.from_bool(parents[:, None] < parents[..., None]),
-        ):
-            attention_varlen(q, cache.k, cache.v, bounds, None, mask=mask, max_seqlen_q=4, **cache.places)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

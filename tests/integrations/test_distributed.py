@@ -8,17 +8,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, distributed
 
 import flash_ext
 from flash_ext import masks
+from tests import processes
 
 WORLD_SIZE = 2
 
@@ -312,7 +311,7 @@ def process_group(rank: int, port: int, backend: str) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def run_all(rank: int, port: int, backend: str) -> None:
+def run_all(rank: int, size: int, port: int, backend: str) -> None:
     # Sharding rules are registered when DTensor comes into use, and not by importing flash_ext.
     assert "torch.distributed.tensor" not in sys.modules
     with process_group(rank, port, backend):
@@ -326,17 +325,10 @@ def run_all(rank: int, port: int, backend: str) -> None:
 # ---- the tests -------------------------------------------------------------------------------------------
 
 
-def spawn(backend: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run_all, (port, backend), nprocs=WORLD_SIZE)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 def test_dtensor_on_two_processes() -> None:
-    spawn("gloo")
+    processes.start(run_all, WORLD_SIZE, "gloo")
 
 
 @pytest.mark.gpu
@@ -347,4 +339,4 @@ def test_dtensor_on_two_gpus() -> None:
         pytest.skip("needs two CUDA devices")
     if not distributed.is_nccl_available():
         pytest.skip("this torch has no NCCL")
-    spawn("nccl")
+    processes.start(run_all, WORLD_SIZE, "nccl", on_gpus=True)

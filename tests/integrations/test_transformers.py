@@ -463,11 +463,12 @@ def test_gradients_by_torch_func() -> None:
 
 @pytest.mark.slow
 def test_compiled_model() -> None:
-    model, ids, mask = make("mistral", "cpu"), tokens("cpu"), padding("left", "cpu")
+    model = make("mistral", "cpu", num_hidden_layers=1)
+    ids, mask = tokens("cpu"), padding("left", "cpu")
     use(model, NAME)
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model, backend="eager")
         got = compiled(input_ids=ids, attention_mask=mask, use_cache=False).logits
     close(got[mask.bool()], expected[mask.bool()], "cpu")
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_ext._ops.modifiers import Modifiers
@@ -36,6 +36,7 @@ def brute_force_mask(seqlen_q: int, seqlen_k: int, left: int, right: int) -> tor
 WINDOW_EDGES = st.one_of(st.just(-1), st.integers(0, 14), st.just(2**31 - 1))
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 12), st.integers(0, 12), WINDOW_EDGES, WINDOW_EDGES)
 def test_visible_mask_is_the_window_of_the_contract(seqlen_q, seqlen_k, left, right):
     spec = AttnSpec(1.0, left, right)
@@ -151,6 +152,7 @@ def test_packed_is_one_dense_call_per_sequence(lens_q, lens_k):
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-13)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.integers(-20, 20), min_size=1, max_size=6), st.integers(0, 9))
 def test_sequence_bounds_stay_inside(cu, total):
     """Any cu_seqlens, however broken, gives ordered ranges within the tensor; a sound one is taken as it

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import distributed
@@ -43,7 +44,7 @@ def test_a_paged_cache_gives_the_tokens_of_a_dense_one(capsys: pytest.CaptureFix
     assert capsys.readouterr().out.count("tokens a second") == 2
 
 
-def printing_into(rank: int, size: int, port: int, path: Path, function: Callable, *arguments: object) -> None:
+def printing_into(rank: int, size: int, port: int, path: Path, function: Callable, *arguments: Any) -> None:
     """What a process that the example starts does, with its output in a file."""
     with path.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())

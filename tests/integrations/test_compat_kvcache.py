@@ -177,10 +177,16 @@ def test_every_combination(lengths: tuple[int, int], heads: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("lengths", [
-    *LENGTHS,
-    *(pytest.param(long, marks=pytest.mark.xdist_group("long-caches")) for long in LONG),  # up to 8 GiB each
-], ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        *LENGTHS,
+        *(
+            pytest.param(long, marks=pytest.mark.xdist_group("long-caches")) for long in LONG
+        ),  # up to 8 GiB each
+    ],
+    ids=str,
+)
 def test_gpu_combinations(lengths: tuple[int, int], heads: str) -> None:
     step = 1 if lengths in LENGTHS[:2] else 17
     check_some(heads, lengths, "cuda", (LENGTHS + LONG).index(lengths) % step, step)

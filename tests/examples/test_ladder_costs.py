@@ -124,6 +124,7 @@ def test_the_configuration_of_the_article():
     torch.manual_seed(1)
     q, k, v = (torch.randn(1, 2, 10, 3, dtype=torch.float16) for _ in range(3))
     ours = padded_attention(q, k, v)
+    assert ours.dtype == q.dtype
     backends = torch.nn.attention.SDPBackend
     theirs = {}
     for backend in (backends.MATH, backends.FLASH_ATTENTION):

@@ -125,17 +125,12 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_those_of_flash_attn(name: str) -> None:
-    parameters = inspect.signature(getattr(interface, name)).parameters.values()
-    written = [str(p.replace(annotation=p.empty)).replace(" ", "") for p in parameters]
+    parameters = inspect.signature(getattr(interface, name)).parameters
+    written = [str(p.replace(annotation=p.empty)).replace(" ", "") for p in parameters.values()]
     assert ",".join(written) == SIGNATURES[name].replace(" ", "")
-
-
-@pytest.mark.parametrize("name", [name for name in SIGNATURES if name.startswith("_")])
-def test_private_functions_tell_their_keywords(name: str) -> None:
-    """Ring implementations fill what getfullargspec() lists: None without a default, 0 for softcap."""
+    # Ring implementations fill what getfullargspec() lists: None without a default, 0 for softcap.
     spec = inspect.getfullargspec(getattr(interface, name))
-    assert spec.varargs is None and spec.varkw is None
-    assert spec.args == list(inspect.signature(getattr(interface, name)).parameters)
+    assert spec.varargs is None and spec.varkw is None and spec.args == list(parameters)
 
 
 def test_a_ring_calls_the_pair_by_keywords() -> None:

@@ -61,12 +61,8 @@ def make(family: str, kind: str = "ForConditionalGeneration", **changes: Any) ->
     return model.eval()
 
 
-def padding(side: str, length: int = LENGTH) -> Tensor | None:
-    if side == "none":
-        return None
-    mask = torch.ones(2, length, dtype=torch.long)
-    mask[1, slice(0, 6) if side == "left" else slice(length - 6, length)] = 0
-    return mask
+def padding(side: str, device: str = "cpu") -> Tensor | None:
+    return base.padding(side, device, LENGTH, 6)
 
 
 def batch_of(family: str, side: str, device: str = "cpu") -> dict[str, Any]:
@@ -77,10 +73,8 @@ def batch_of(family: str, side: str, device: str = "cpu") -> dict[str, Any]:
     if family == "pop2piano":
         inputs["inputs_embeds"] = torch.randn(2, LENGTH, SIZES["d_model"], device=device)
         del inputs["input_ids"]
-    mask = padding(side)
-    if mask is not None:
-        inputs["attention_mask"] = mask.to(device)
-    return inputs
+    mask = padding(side, device)
+    return inputs if mask is None else inputs | {"attention_mask": mask}
 
 
 Step = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
@@ -423,7 +417,7 @@ def test_versions_that_do_not_ask_keep_their_attention() -> None:
 @needs_t5
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("side", ["none", "left"])
+@sides
 @pytest.mark.parametrize("family", ["t5", "umt5"])
 def test_a_training_step_on_a_gpu(
     family: str, side: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -432,9 +426,7 @@ def test_a_training_step_on_a_gpu(
     changes = {"d_kv": 64, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
     model = make(family, **changes).to("cuda", dtype)
     ids = tokens("cuda", 2, 300)
-    mask = torch.ones_like(ids)
-    if side == "left":
-        mask[1, :77] = 0
+    mask = torch.ones_like(ids) if side == "none" else base.padding(side, "cuda", 300, 77)
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": tokens("cuda", 2, 260)}
     expected, wanted = step("eager", inputs)(model)
     with calls(monkeypatch) as seen:
@@ -453,7 +445,11 @@ def test_a_training_step_on_a_gpu(
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate_on_a_gpu(cache: str) -> None:
     """The first tokens: later ones follow other tokens where two are as likely."""
-    model, ids, mask = make("t5").to("cuda", torch.bfloat16), tokens("cuda", 2, LENGTH), padding("left")
+    model, ids, mask = (
+        make("t5").to("cuda", torch.bfloat16),
+        tokens("cuda", 2, LENGTH),
+        padding("left", "cuda"),
+    )
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "output_logits": True,
                                "return_dict_in_generate": True}  # fmt: skip
     if cache == "static":
@@ -461,6 +457,6 @@ def test_generate_on_a_gpu(cache: str) -> None:
     results = []
     for name in ("eager", NAME):
         use(model, name)
-        results.append(model.generate(ids, attention_mask=mask.to("cuda"), **options))
+        results.append(model.generate(ids, attention_mask=mask, **options))
     close(results[1].logits[0], results[0].logits[0], "cuda")
     assert results[1].sequences.shape == results[0].sequences.shape

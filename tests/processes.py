@@ -8,15 +8,17 @@ from collections.abc import Callable
 
 import torch.multiprocessing as mp
 
-# What each of them needs. DTensor is not among it: whether flash_ext leaves it alone is tested.
-NEEDED = ["torch", "torch.distributed", "pytest", "hypothesis", "flash_ext", "tests.qkv"]
+# What they need; DTensor after flash_ext, which has to notice that it comes later.
+NEEDED = [
+    "flash_ext", "tests.qkv", "pytest", "hypothesis", "torch._dynamo", "torch.distributed.tensor",
+    "torch.distributed.tensor.experimental._attention",
+]  # fmt: skip
 
 
 def start(function: Callable, size: int, *arguments: object, on_gpus: bool = False) -> None:
     """Calls ``function(rank, size, port, *arguments)`` in each, and waits for all; any failure is one here.
 
-    On a CPU they are forked from a process that has imported what they need, which takes 3 s. CUDA wants new
-    ones.
+    On a CPU they are forked from one that has imported what they need, which takes 6 s. CUDA wants new ones.
     """
     if not on_gpus:
         multiprocessing.set_forkserver_preload(NEEDED)

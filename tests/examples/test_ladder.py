@@ -59,29 +59,11 @@ def close(got, expected, atol=1e-12):
 
 
 @pytest.mark.parametrize("softmax", SOFTMAX)
-def test_softmax_of_one_to_four(softmax):
-    """The printed digits, from either number of passes."""
-    assert softmax(f64(1, 2, 3, 4)).tolist() == pytest.approx(
-        [0.03205860328008499, 0.08714431874203257, 0.23688281808991013, 0.6439142598879724], abs=1e-16
-    )
-
-
-@pytest.mark.parametrize("softmax", SOFTMAX)
 @settings(max_examples=50)
 @given(values=st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=20))
 def test_softmax_is_the_definition(softmax, values):
     """Exp of each x_j over the sum of the exps of all x_j."""
     close(softmax(f64(*values)), torch.softmax(f64(*values), 0))
-
-
-@pytest.mark.parametrize("softmax", SOFTMAX)
-@pytest.mark.parametrize("largest", [88.0, 89.0, 300.0, 710.0, 1e4])
-def test_softmax_does_not_overflow(softmax, largest):
-    """The shift by the maximum leaves the result as it is and exp within range."""
-    got = softmax(f64(1, 2, largest))
-    expected = [math.exp(x - largest) for x in (1, 2, largest)]
-    close(got, f64(*expected) / sum(expected))
-    close(got, softmax(f64(1 - largest, 2 - largest, 0)))
 
 
 @pytest.mark.parametrize("softmax, passes", [(softmax_3pass, 3), (softmax_2pass, 2)])
@@ -157,14 +139,6 @@ def test_softmax_of_scores_times_v_is_not_softmax_of_the_product(name):
     q, k, v = random_qkv(6, 6, 3, 3)
     got = ALGORITHMS[name](q, k, v, BlockSizes(2, 2), 1.0)
     assert (got - torch.softmax(q @ k.T @ v, -1)).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("head_dim", [1, 3, 7, 20])
-def test_any_head_dim(name, head_dim):
-    """No power of two, no multiple of eight is needed."""
-    q, k, v = random_qkv(10, 10, head_dim, head_dim)
-    close(ALGORITHMS[name](q, k, v, BlockSizes(4, 4), head_dim**-0.5), exact(q, k, v, head_dim**-0.5))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -275,14 +275,6 @@ def test_reading_an_entry_twice_is_not_refused(device: str) -> None:
     assert torch.equal(none, out)
 
 
-@on_each_device
-def test_entries_that_are_not_there_are_nobodys(device: str) -> None:
-    q, k, v = draw(device, (4, 1, 2, 16), *((4, 1, 2, 16),) * 2)
-    caches = draw(device, (2, 9, 2, 16), (2, 9, 2, 16))
-    out = fa.flash_attn_with_kvcache(q, *caches, k, v, **shared(device, [-1, 1, -1, 2]))
-    assert (out[[0, 2, 3]] == 0).all() and torch.equal(caches[0][1, 5], k[1, 0])
-
-
 def test_what_else_is_refused() -> None:
     q, k = draw("cpu", (2, 1, 1, 8), (2, 4, 1, 8))
     expanded = k[:1].expand(2, -1, -1, -1)

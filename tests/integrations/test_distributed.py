@@ -314,7 +314,7 @@ def process_group(rank: int, port: int, backend: str) -> Iterator[None]:
 
 def run_all(rank: int, size: int, port: int, backend: str) -> None:
     # Sharding rules are registered when DTensor comes into use, and not by importing flash_ext.
-    assert "torch.distributed.tensor" not in sys.modules
+    assert "flash_ext._ops.dtensor" not in sys.modules
     with process_group(rank, port, backend):
         from torch.distributed.tensor import init_device_mesh
 

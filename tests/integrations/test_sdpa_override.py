@@ -79,7 +79,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tens
 def check(
     calls: dict[str, int], operator: Callable[[], tuple], leaves: list[Tensor], expected: Tensor, lse: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """An operator gives what flash_ext's own function gave, bit for bit, and its gradients. Both come back."""
+    """An operator gives what flash_ext's own function gave, bit for bit, and so do its gradients."""
     dout = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, leaves, dout)
     with on_cpu(), counted(**calls):

@@ -6,8 +6,11 @@ import multiprocessing
 import socket
 from collections.abc import Callable
 
+import pytest
 import torch.multiprocessing as mp
 
+# Marks their tests, which one process of a run then takes: what all are forked from is started once.
+forked = pytest.mark.xdist_group("processes")
 # What they need; DTensor after flash_ext, which has to notice that it comes later.
 NEEDED = [
     "flash_ext", "tests.qkv", "pytest", "hypothesis", "torch._dynamo", "torch.distributed.tensor",

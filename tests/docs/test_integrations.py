@@ -81,6 +81,7 @@ def test_examples_run(path: Path) -> None:
     assert torch.nn.attention.current_flash_attention_impl() is None
 
 
+@processes.forked
 @pytest.mark.slow
 @pytest.mark.parametrize("size, alone", [(1, True), (2, False)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

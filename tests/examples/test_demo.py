@@ -24,6 +24,8 @@ from examples.train.text import pack_tokens, read_text, standard_library
 from flash_ext import attention_varlen
 from flash_ext.masks import ALiBi
 
+pytestmark = pytest.mark.xdist_group("demo")  # which one process runs
+
 CPU = torch.device("cpu")
 TINY = demo.Preset(size=ModelSize(width=32, num_layers=2, num_heads=4, num_heads_k=2, head_dim=16),
                    schedule=Schedule(steps=24, seconds=120.0, learning_rate=4e-3), total=192, longest=100,
@@ -46,12 +48,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One run of the program, whose number of threads other tests do not keep."""
     before, found = torch.get_num_threads(), []
     picture = tmp_path_factory.mktemp("demo") / "new" / "demo.png"
+    original, printed = demo.run, io.StringIO()
 
     def run(*arguments: Any) -> Results:
         found.append(original(*arguments))
         return found[0]
 
-    original, printed = demo.run, io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         steps, schedule = str(TINY.schedule.steps), replace(TINY.schedule, steps=1)
         patch.setattr(demo, "CPU", replace(TINY, schedule=schedule))

@@ -51,6 +51,7 @@ def printing_into(rank: int, size: int, port: int, path: Path, function: Callabl
         function(rank, *arguments)
 
 
+@processes.forked
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 def test_two_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spawn(function: Callable, arguments: tuple, nprocs: int) -> None:

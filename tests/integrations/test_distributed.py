@@ -326,6 +326,7 @@ def run_all(rank: int, size: int, port: int, backend: str) -> None:
 # ---- the tests -------------------------------------------------------------------------------------------
 
 
+@processes.forked
 @pytest.mark.slow
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 def test_dtensor_on_two_processes() -> None:

@@ -403,6 +403,7 @@ def run_context_parallel(rank: int, size: int, port: int, backend: str) -> None:
 
 
 @available
+@processes.forked
 @pytest.mark.slow
 def test_four_processes_and_two_pairs() -> None:
     processes.start(run, 4, "gloo")

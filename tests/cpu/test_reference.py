@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_ext._ops.modifiers import Modifiers
@@ -36,33 +36,12 @@ def brute_force_mask(seqlen_q: int, seqlen_k: int, left: int, right: int) -> tor
 WINDOW_EDGES = st.one_of(st.just(-1), st.integers(0, 14), st.just(2**31 - 1))
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 12), st.integers(0, 12), WINDOW_EDGES, WINDOW_EDGES)
 def test_visible_mask_is_the_window_of_the_contract(seqlen_q, seqlen_k, left, right):
     spec = AttnSpec(1.0, left, right)
     expected = brute_force_mask(seqlen_q, seqlen_k, left, right)
     assert torch.equal(visible_mask(spec, seqlen_q, seqlen_k), expected)
-
-
-@pytest.mark.parametrize("seqlen_q, seqlen_k, num_heads, num_heads_k, head_dim, head_dim_v, causal", [
-    (33, 33, 4, 4, 16, 16, True),
-    (33, 33, 4, 2, 16, 24, True),
-    (20, 37, 3, 3, 8, 8, False),
-    (37, 20, 6, 1, 3, 5, False),
-])  # fmt: skip
-def test_matches_sdpa_math(seqlen_q, seqlen_k, num_heads, num_heads_k, head_dim, head_dim_v, causal):
-    """SDPA aligns causal masks top-left, the same thing for equal lengths."""
-    q = normal(2, seqlen_q, num_heads, head_dim, grad=True)
-    k = normal(2, seqlen_k, num_heads_k, head_dim, grad=True)
-    v = normal(2, seqlen_k, num_heads_k, head_dim_v, grad=True)
-    out, _ = attention_reference(q, k, v, AttnSpec(default_scale(head_dim), -1, 0 if causal else -1))
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        sdpa = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, enable_gqa=True
-        ).transpose(1, 2)
-    torch.testing.assert_close(out, sdpa, rtol=0, atol=1e-13)
-    dout = torch.randn_like(out)
-    ours, theirs = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, sdpa))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("scale", [0.4, -0.7, 0.0])
@@ -151,6 +130,7 @@ def test_packed_is_one_dense_call_per_sequence(lens_q, lens_k):
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-13)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.integers(-20, 20), min_size=1, max_size=6), st.integers(0, 9))
 def test_sequence_bounds_stay_inside(cu, total):
     """Any cu_seqlens, however broken, gives ordered ranges within the tensor; a sound one is taken as it
@@ -255,20 +235,21 @@ def test_masks_by_content():
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 20, 37), (1, 4, 1, 37), (2, 1, 20, 1), (1, 1, 20, 37)])
-@pytest.mark.parametrize("kind", ["bool", "float", "causal"])
+@pytest.mark.parametrize("kind", ["none", "bool", "float", "causal"])
 def test_masks_match_sdpa_math(kind, shape):
     """What SDPA can express, with the gradient of an additive mask; its causal is top-left."""
     q, k, v = normal(2, 20, 4, 8, grad=True), normal(2, 37, 2, 8, grad=True), normal(2, 37, 2, 6, grad=True)
     bias = normal(*shape, grad=True)
     mask = torch.rand(shape) > 0.4
     mask[..., :2] = True  # SDPA's math has NaN in rows that see nothing
-    mods = {"bool": Modifiers(mask=mask), "float": Modifiers(bias=bias), "causal": Modifiers(top_left=True)}
+    mods = {"none": Modifiers(), "bool": Modifiers(mask=mask), "float": Modifiers(bias=bias),
+            "causal": Modifiers(top_left=True)}  # fmt: skip
     spec = AttnSpec(default_scale(8), -1, 0 if kind == "causal" else -1)
     out, _ = attention_reference(q, k, v, spec, mods=mods[kind])
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         sdpa = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), is_causal=kind == "causal", enable_gqa=True,
-            attn_mask={"bool": mask, "float": bias, "causal": None}[kind],
+            attn_mask={"bool": mask, "float": bias}.get(kind),
         ).transpose(1, 2)  # fmt: skip
     torch.testing.assert_close(out, sdpa, rtol=0, atol=1e-13)
     leaves = (q, k, v, bias) if kind == "float" else (q, k, v)

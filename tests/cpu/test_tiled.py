@@ -106,7 +106,7 @@ LENGTHS = st.integers(0, 20)
 EDGES = st.one_of(st.just(-1), st.integers(0, 20))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data())
 def test_equals_the_oracle_on_random_shapes(data):
     """Small tiles, so that every shape has full, partial, skipped and ragged ones."""
@@ -162,7 +162,7 @@ class LargestTensor(TorchDispatchMode):
 def test_memory_grows_linearly():
     """No tensor exceeds the inputs or one tile, so none of N * N is ever made."""
     largest = []
-    for seqlen in (512, 1024, 2048):
+    for seqlen in (512, 2048):
         inputs = make_inputs(dense(1, seqlen, seqlen, 2, 1, 16, dtype="fp32", causal=True), "cpu")
         with LargestTensor() as seen:
             run(inputs)

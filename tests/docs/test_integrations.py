@@ -10,15 +10,14 @@ import importlib.util
 import os
 import pkgutil
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import flash_ext
+from tests import processes
 from tests.docs.test_docs import INTEGRATIONS, README, code_blocks, rows, section, text_of, without_code
 from tests.qkv import sdpa_counts
 from tests.sources import ROOT
@@ -37,8 +36,8 @@ def run_page(path: Path) -> dict[str, Any]:
     return names
 
 
-def run_distributed(rank: int, size: int, port: int, on_gpu: bool) -> None:
-    """The page in one of several processes, or with size 0 as a program that is started by itself.
+def run_distributed(rank: int, size: int, port: int, alone: bool, on_gpu: bool) -> None:
+    """The page in one of several processes, or as a program that is started by itself.
 
     Without a GPU torch's context_parallel is reached as on one: see tests/integrations/test_libraries.py.
     """
@@ -47,7 +46,7 @@ def run_distributed(rank: int, size: int, port: int, on_gpu: bool) -> None:
 
     torch.set_num_threads(1)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a few ranks gain nothing, and some machines lack it
-    if size:
+    if not alone:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if not on_gpu:
@@ -57,10 +56,10 @@ def run_distributed(rank: int, size: int, port: int, on_gpu: bool) -> None:
         flash_ext.enable_sdpa = on_cpu
     served = sdpa_counts()["_scaled_dot_product_flash_attention"][0]
     names = run_page(DISTRIBUTED)
-    assert names["share"].shape[2] == 256 // max(size, 1) and names["out"].shape[2] == 256
+    assert names["share"].shape[2] == 256 // size and names["out"].shape[2] == 256
     assert sdpa_counts()["_scaled_dot_product_flash_attention"][0] > served
     assert not torch.distributed.is_initialized()
-    if size:  # threads that torch has left abort the end of an interpreter now and then (SIGABRT, no words)
+    if not alone:  # threads that torch has left abort the end of an interpreter now and then (SIGABRT)
         os._exit(0)
 
 
@@ -82,18 +81,16 @@ def test_examples_run(path: Path) -> None:
     assert torch.nn.attention.current_flash_attention_impl() is None
 
 
+@processes.forked
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [0, 2])
+@pytest.mark.parametrize("size, alone", [(1, True), (2, False)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_examples_of_several_processes_run(device: str, size: int) -> None:
+def test_examples_of_several_processes_run(device: str, size: int, alone: bool) -> None:
     if not torch.distributed.is_available():
         pytest.skip("this torch has no torch.distributed")
     if device == "cuda" and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA devices")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run_distributed, (size, port, device == "cuda"), nprocs=max(size, 1))
+    processes.start(run_distributed, size, alone, device == "cuda", on_gpus=device == "cuda")
 
 
 def test_the_readme_has_the_line_of_every_page() -> None:

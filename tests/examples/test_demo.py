@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
 import struct
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +24,8 @@ from examples.train.text import pack_tokens, read_text, standard_library
 from flash_ext import attention_varlen
 from flash_ext.masks import ALiBi
 
+pytestmark = pytest.mark.xdist_group("demo")  # which one process runs
+
 CPU = torch.device("cpu")
 TINY = demo.Preset(size=ModelSize(width=32, num_layers=2, num_heads=4, num_heads_k=2, head_dim=16),
                    schedule=Schedule(steps=24, seconds=120.0, learning_rate=4e-3), total=192, longest=100,
@@ -29,23 +35,37 @@ TINY = demo.Preset(size=ModelSize(width=32, num_layers=2, num_heads=4, num_heads
                    sample=20)  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _same_threads():
-    """A run chooses its number of threads; other tests keep theirs."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+class Run(NamedTuple):
+    """What the program found, printed, and drew where matplotlib is."""
+
+    results: Results
+    printed: str
+    picture: Path
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
-    before = torch.get_num_threads()
-    found = demo.run(TINY, CPU, read_text(standard_library()), 0, Progress())
+def program(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run of the program, whose number of threads other tests do not keep."""
+    before, found = torch.get_num_threads(), []
+    picture = tmp_path_factory.mktemp("demo") / "new" / "demo.png"
+    original, printed = demo.run, io.StringIO()
+
+    def run(*arguments: Any) -> Results:
+        found.append(original(*arguments))
+        return found[0]
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        steps, schedule = str(TINY.schedule.steps), replace(TINY.schedule, steps=1)
+        patch.setattr(demo, "CPU", replace(TINY, schedule=schedule))
+        patch.setattr(demo, "run", run)
+        demo.main(["--device", "cpu", "--steps", steps, "--out", str(picture)])
     torch.set_num_threads(before)
-    return found
+    return Run(found[0], printed.getvalue(), picture)
 
 
-# ---- text and packs --------------------------------------------------------------------------------------
+@pytest.fixture
+def results(program: Run) -> Results:
+    return program.results
 
 
 # ---- attentions and model --------------------------------------------------------------------------------
@@ -189,24 +209,13 @@ def test_on_a_gpu_in_bfloat16():
     assert "bfloat16" in results.heading[0]
 
 
-def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(demo, "CPU", demo.replace(TINY, memory_seqlens=(64, 128), sample=5))
-    demo.main(["--device", "cpu", "--steps", "12", *arguments])
-
-
-def test_the_program_prints_a_report_and_writes_a_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "new" / "demo.png"
-    run_main(monkeypatch, "--out", str(path))
-    printed = capsys.readouterr().out
-    assert f"Picture: {path}" in printed
+def test_the_program_prints_a_report_and_writes_a_picture(program: Run):
     headings = ("Loss in nats", "from float64", "Masked model", "Peak memory", "HBM accesses", "Generated")
-    for heading in (*headings, "Summary"):
-        assert heading in printed
-    assert "100%" in printed
-    data = path.read_bytes()
+    for heading in (*headings, "Summary", "100%"):
+        assert heading in program.printed
+    pytest.importorskip("matplotlib")
+    assert f"Picture: {program.picture}" in program.printed
+    data = program.picture.read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     width, height = struct.unpack(">II", data[16:24])
     assert width > 1000 and height > 600

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import distributed
 
 from examples import custom_mask, gpt_packed, long_context, serve
+from tests import processes
 from tests.sources import ROOT
 
 NAMES = ["gpt_packed", "finetune_transformers", "custom_mask", "long_context", "serve"]
 
 
 def test_a_gpt_learns_from_packed_documents() -> None:
-    losses = gpt_packed.main(["--device", "cpu", "--steps", "30", "--tokens", "1024"])
+    losses = gpt_packed.main(["--device", "cpu", "--steps", "20", "--tokens", "512"])
     assert losses[0] > 5 and sum(losses[-5:]) / 5 < 3.2
 
 
@@ -39,10 +44,22 @@ def test_a_paged_cache_gives_the_tokens_of_a_dense_one(capsys: pytest.CaptureFix
     assert capsys.readouterr().out.count("tokens a second") == 2
 
 
+def printing_into(rank: int, size: int, port: int, path: Path, function: Callable, *arguments: Any) -> None:
+    """What a process that the example starts does, with its output in a file."""
+    with path.open("a") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        function(rank, *arguments)
+
+
+@processes.forked
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
-def test_two_processes_give_what_one_gives(capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spawn(function: Callable, arguments: tuple, nprocs: int) -> None:
+        processes.start(printing_into, nprocs, tmp_path / "printed", function, *arguments)
+
+    monkeypatch.setattr(long_context.mp, "spawn", spawn)
     long_context.main(["--device", "cpu", "--seqlen", "256"])
-    assert capfd.readouterr().out.count("128 of 256 tokens") == 2
+    assert (tmp_path / "printed").read_text().count("128 of 256 tokens") == 2
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.ladder import algorithms
@@ -24,8 +24,7 @@ from examples.ladder.algorithms import (
 from examples.ladder.costs import attention_memory, io_complexity, kernel_bytes, measured_accesses
 from tests.examples.test_ladder import close, exact, random_qkv
 
-# ---- the grid
-# -----------------------------------------------------------------------------------------------
+# ---- the grid ------------------------------------------------------------------------------------------
 
 
 def test_decode_example():
@@ -34,6 +33,7 @@ def test_decode_example():
     assert decode_program(10, 4, 256, 64) == (0, 2, 2)
 
 
+@settings(max_examples=50)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 20), st.integers(1, 8))
 def test_every_query_block_has_one_program(batch, num_heads, seqlen_q, block_m):
     grid = range(grid_size(batch, num_heads, seqlen_q, block_m))
@@ -67,8 +67,7 @@ def test_tile_products_take_one_dtype():
     close(got, exact(q, k, v, 0.3), atol=1e-3)
 
 
-# ---- the padding mask of the article's PyTorch function
-# -----------------------------------------------------
+# ---- the padding mask of the article's PyTorch function ------------------------------------------------
 
 
 def padded_case(batch, num_heads, seqlen=10, head_dim=3, dtype=torch.float64):
@@ -125,6 +124,7 @@ def test_the_configuration_of_the_article():
     torch.manual_seed(1)
     q, k, v = (torch.randn(1, 2, 10, 3, dtype=torch.float16) for _ in range(3))
     ours = padded_attention(q, k, v)
+    assert ours.dtype == q.dtype
     backends = torch.nn.attention.SDPBackend
     theirs = {}
     for backend in (backends.MATH, backends.FLASH_ATTENTION):
@@ -135,8 +135,7 @@ def test_the_configuration_of_the_article():
     close(ours, exact(q, k, v, 3**-0.5), atol=5e-4)
 
 
-# ---- costs
-# --------------------------------------------------------------------------------------------------
+# ---- costs ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seqlen, per_head, of_16_heads", [

@@ -21,26 +21,28 @@ pytestmark = pytest.mark.xdist_group("ladder")  # one builds the program
 
 KERNELS = Path("examples/ladder/kernels")
 SHARED = "extern __shared__ __align__(128) unsigned char smem_raw[];"
-# Barriers whose absence must be noticed: (what, file, text).
+# Barriers whose absence must be noticed: (what, file, text, short runs that notice it).
+DIVIDED, FIRST, FIRST_BACKWARD = "flash2 64, divided each step", "flash1 128, 32 x 128", "flash1 backward 128"
 FAULTS = {
-    1: ("K is read before it has come", "flash2.cuh", "ptx::cp_async_wait<1>();  // K of this step"),
-    2: ("V is read before it has come", "flash2.cuh", "ptx::cp_async_wait<1>();  // V of this step"),
+    1: ("K is read before it has come", "flash2.cuh", "ptx::cp_async_wait<1>();  // K of this step", DIVIDED),
+    2: ("V is read before it has come", "flash2.cuh", "ptx::cp_async_wait<1>();  // V of this step", DIVIDED),
     3: ("maxima of the warps do not meet", "flash1.cuh", "  __syncthreads();\n#pragma unroll\n"
-        "  for (int r = 0; r < 2 * T::kMBlocks; ++r) {\n    const int row"),
-    4: ("shares are merged before all are there", "flash1.cuh", "    __syncthreads();\n    merge("),
-    5: ("a slice is overwritten before it is merged", "flash1.cuh", "if (slice > 0) __syncthreads();"),
+        "  for (int r = 0; r < 2 * T::kMBlocks; ++r) {\n    const int row", FIRST),
+    4: ("shares are merged before all are there", "flash1.cuh", "    __syncthreads();\n    merge(", FIRST),
+    5: ("a slice is overwritten before it is merged", "flash1.cuh", "if (slice > 0) __syncthreads();", FIRST),
     6: ("shares of dQ are merged before all are there", "flash1_backward.cuh",
-        "    __syncthreads();\n    merge("),
+        "    __syncthreads();\n    merge(", FIRST_BACKWARD),
     7: ("keys are replaced while they are in use", "flash1_backward.cuh",
-        "__syncthreads();  // the key block before is done with shared memory"),
+        "__syncthreads();  // the key block before is done with shared memory", FIRST_BACKWARD),
     8: ("dQ is formed before all dS are there", "flash2_backward.cuh",
-        "__syncthreads();  // dS of all warps"),
+        "__syncthreads();  // dS of all warps", "flash2 backward 64"),
     9: ("a block of queries is read before it has come", "flash2_backward.cuh",
-        "__syncthreads();  // this block is there, and the one before is done with shared memory"),
+        "__syncthreads();  // this block is there, and the one before is done with shared memory",
+        "flash2 backward, far below 0"),
     10: ("dK is put over keys that are in use", "flash2_backward.cuh",
-         "__syncthreads();  // K, which all read for dQ"),
+         "__syncthreads();  // K, which all read for dQ", "flash2 backward 128"),
     11: ("keys beyond the end weigh exp(0 - lse)", "backward.cuh",
-         "if (keys < T::kBlockN) hide_keys("),
+         "if (keys < T::kBlockN) hide_keys(", "flash2 backward, far below 0"),
 }  # fmt: skip
 RUNS = 33
 
@@ -60,7 +62,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / KERNELS, folder / KERNELS)
     for name in ("flash1.cuh", "flash1_backward.cuh", "flash2.cuh", "flash2_backward.cuh", "softmax.cuh"):
         replace_in(folder / KERNELS / name, SHARED, "unsigned char* const smem_raw = emu::smem;")
-    for fault, (_, name, text) in FAULTS.items():
+    for fault, (_, name, text, _) in FAULTS.items():
         replace_in(folder / KERNELS / name, text, switched(text, fault))
     # -O1: without it a run takes minutes. Fibers jump between stacks, which _FORTIFY_SOURCE takes for an
     # error.
@@ -85,8 +87,7 @@ def test_kernels_agree_with_float64(program: Path) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[name for name, *_ in FAULTS.values()])
 def test_missing_barriers_are_noticed(program: Path, fault: int) -> None:
-    kernels = FAULTS[fault][1].removesuffix(".cuh").replace("_", " ")
-    done = run(program, "--fault", str(fault), "flash2 backward" if kernels == "backward" else kernels)
+    done = run(program, "--fault", str(fault), FAULTS[fault][3])
     assert done.returncode == 1, done.stdout + done.stderr
     assert any(line.startswith("FAIL") for line in done.stdout.splitlines())
 

@@ -67,6 +67,7 @@ def test_rungs_of_a_cpu_need_no_gpu() -> None:
     lambda: native.softmax(torch.ones(2, 4), native.Passes.TWO),
     lambda: native.flash1(*(torch.ones(1, 1, 4, 64) for _ in range(3))),
     lambda: native.flash2(*(torch.ones(1, 1, 4, 64) for _ in range(3))),
+    lambda: native.backward(2, *[torch.ones(1, 1, 4, 64)] * 4, torch.ones(1, 1, 4), torch.ones(1, 1, 4, 64)),
 ])  # fmt: skip
 def test_kernels_refuse_what_is_on_a_cpu(call) -> None:
     with pytest.raises(ValueError, match="on a GPU"):

@@ -99,13 +99,6 @@ def test_key_blocks_are_counted_by_the_keys() -> None:
     assert math.ceil(7 / 4) * 4 < 10 and len(torch.zeros(7).split(4)) < math.ceil(10 / 4)
 
 
-def test_half_precision_is_no_matter_of_the_article_alone() -> None:
-    """Inputs of another type keep it: nothing is float16 by itself."""
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        q, k, v = (torch.randn(1, 2, 10, 3).to(dtype) for _ in range(3))
-        assert padded_attention(q, k, v).dtype == dtype
-
-
 def test_rounding_blocks_up_makes_them_larger() -> None:
     """ceil(M / 4d) is for a block of at least one row, not so that all fits: by a row a block it may not."""
     sizes = block_sizes(1000, 60)

@@ -99,16 +99,6 @@ def apart(a: Tensor, b: Tensor) -> float:
     return (a.double() - b.double()).abs().max().item()
 
 
-def test_the_generator_is_that_of_random123() -> None:
-    """The known answer of Philox4x32-10 for zeros and for ones (Salmon et al. 2011, file kat_vectors)."""
-    for value, answer in (
-        (0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        (0xFFFFFFFF, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    ):
-        word = torch.tensor([value])
-        assert [int(x) for x in philox.philox([word] * 4, [word] * 2, rounds=10)] == list(answer)
-
-
 @pytest.mark.parametrize("name, limit", [("math", 2e-4), ("flash", 3.5e-4), ("own", 1.4e-3)])
 def test_every_printed_table_is_attention_of_these_inputs(name: str, limit: float) -> None:
     """Within the rounding of float16: the article's function adds the errors of statistics in half

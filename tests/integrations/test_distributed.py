@@ -8,17 +8,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, distributed
 
 import flash_ext
 from flash_ext import masks
+from tests import processes
 
 WORLD_SIZE = 2
 
@@ -32,49 +31,76 @@ def draw(mesh, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 # ---- what each process runs ------------------------------------------------------------------------------
 
+Call = Callable[..., tuple[Tensor, ...]]
+
+
+def agree(
+    mesh, call: Call, inputs: Sequence[Tensor], placements: Sequence, what: str, **limits: float
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The results of a call, and their gradients, are with sharded inputs those of one process.
+
+    Returns what it gave with sharded inputs. Its first result counts for the gradients, and its second.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    def run(given: list[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in given]
+        results = call(*leaves)
+        loss = results[0].sin().sum()
+        if len(results) > 1:
+            loss = loss + torch.where(results[1].isfinite(), results[1], 0.0).sum()
+        return results, torch.autograd.grad(loss, [t for t in leaves if t.requires_grad])
+
+    expected, wanted = run([*inputs])
+    sharded = zip(inputs, placements, strict=True)
+    results, grads = run([distribute_tensor(t.detach(), mesh, [placement]) for t, placement in sharded])
+    for got, truth in zip((*results, *grads), (*expected, *wanted), strict=True):
+        close(got.full_tensor(), truth, what, **limits)
+    return results, grads
+
+
+def close(got: Tensor, expected: Tensor, what: str, **limits: float) -> None:
+    torch.testing.assert_close(got, expected, **limits, msg=lambda text: f"{what}: {text}")
+
+
+def summed_in_another_order(mesh) -> dict[str, float]:
+    """On a GPU gradients may be, from weights that are rounded to bfloat16."""
+    return {} if mesh.device_type == "cpu" else {"atol": 2e-2, "rtol": 2e-2}
+
 
 def check_dense(mesh) -> None:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard
+
+    def call(*qkv: Tensor) -> tuple[Tensor, ...]:
+        request = flash_ext.AuxRequest(lse=True)
+        out, (lse, _) = flash_ext.attention(*qkv, causal=True, return_aux=request)
+        return out, lse
 
     inputs = draw(mesh, (4, 10, 4, 8), (4, 10, 2, 8), (4, 10, 2, 8))
-    leaves = [t.requires_grad_() for t in inputs]
-    aux = flash_ext.AuxRequest(lse=True)
-    out, (lse, _) = flash_ext.attention(*leaves, causal=True, return_aux=aux)
-    grads = torch.autograd.grad(out.sin().sum() + lse.sum(), leaves)
-    for placement, lse_placement in (
+    for placement, of_lse in (
         (Replicate(), Replicate()),
         (Shard(0), Shard(0)),  # batch
         (Shard(2), Shard(1)),  # heads
         (Shard(1), None),  # sequence: redistributed to something that works
     ):
-        sharded = [distribute_tensor(t.detach(), mesh, [placement]).requires_grad_() for t in inputs]
-        got_out, (got_lse, _) = flash_ext.attention(*sharded, causal=True, return_aux=aux)
-        if lse_placement is not None:
-            assert got_out.placements == (placement,)
-            assert got_lse.placements == (lse_placement,)
-        (got_out.sin().sum() + got_lse.sum()).backward()
-        results = [got_out, got_lse, *(t.grad for t in sharded)]
-        for got, expected in zip(results, (out, lse, *grads), strict=True):
-            torch.testing.assert_close(got.full_tensor(), expected)
+        (out, lse), _ = agree(mesh, call, inputs, [placement] * 3, f"dense, {placement}")
+        if of_lse is not None:
+            assert out.placements == (placement,) and lse.placements == (of_lse,)
 
 
 def check_packed(mesh) -> None:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard
 
     inputs = draw(mesh, (10, 4, 8), (10, 2, 8), (10, 2, 8))
-    cu_seqlens = torch.tensor([0, 3, 3, 9], dtype=torch.int32, device=mesh.device_type)
-    leaves = [t.requires_grad_() for t in inputs]
-    out = flash_ext.attention_varlen(*leaves, cu_seqlens, cu_seqlens, causal=True)
-    grads = torch.autograd.grad(out.sin().sum(), leaves)
+    inputs.append(torch.tensor([0, 3, 3, 9], dtype=torch.int32, device=mesh.device_type))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:
+        return (flash_ext.attention_varlen(q, k, v, bounds, bounds, causal=True),)
+
     for placement, kept in ((Replicate(), True), (Shard(1), True), (Shard(0), False)):
-        sharded = [distribute_tensor(t.detach(), mesh, [placement]).requires_grad_() for t in inputs]
-        bounds = distribute_tensor(cu_seqlens, mesh, [Replicate()])
-        got = flash_ext.attention_varlen(*sharded, bounds, bounds, causal=True)
-        assert (got.placements == (placement,)) == kept
-        got.sin().sum().backward()
-        torch.testing.assert_close(got.full_tensor(), out)
-        for t, grad in zip(sharded, grads, strict=True):
-            torch.testing.assert_close(t.grad.full_tensor(), grad)
+        placements = [placement, placement, placement, Replicate()]
+        (out,), _ = agree(mesh, call, inputs, placements, f"packed, {placement}")
+        assert (out.placements == (placement,)) == kept
 
 
 def check_groups_stay_whole(mesh) -> None:
@@ -152,7 +178,7 @@ def as_values(parts: dict[str, Tensor]) -> dict:
 
 def check_modifiers(mesh, packed: bool = False) -> None:
     """Every modifier, sharded along or broadcast: results and all gradients are those of one process."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard
 
     batch, heads, rows = 4, 4, 10
     shapes = [(batch, rows, h, 8) for h in (heads, 2, 2)]
@@ -162,36 +188,22 @@ def check_modifiers(mesh, packed: bool = False) -> None:
         bounds = (torch.tensor([0, 3, 3, 9], dtype=torch.int32, device=mesh.device_type),) * 2
     inputs = draw(mesh, *shapes)
     attention = flash_ext.attention_varlen if packed else flash_ext.attention
-    heads_at = 1 if packed else 2
+    of_qkv = [Replicate(), Shard(1)] if packed else [Replicate(), Shard(2), Shard(0)]
     for name, options in modifier_options(mesh, batch, rows, heads, packed).items():
-        learned = [key for key, t in options.items() if t.is_floating_point()]
 
-        def run(qkv, cu, options, learned=learned) -> tuple[list, list]:
-            leaves = [t.detach().requires_grad_() for t in qkv]
-            own = {key: t.detach().requires_grad_() if key in learned else t for key, t in options.items()}
+        def call(*tensors: Tensor, names: tuple[str, ...] = tuple(options)) -> tuple[Tensor, ...]:
+            given = tensors[: -len(names)]
+            parts = dict(zip(names, tensors[-len(names) :], strict=True))
             aux = flash_ext.AuxRequest(lse=True, max_scores=True)
-            out, (lse, top) = attention(*leaves, *cu, return_aux=aux, **as_values(own))
-            finite = torch.where(lse.isfinite(), lse, 0.0)
-            wanted = [*leaves, *(own[key] for key in learned)]
-            grads = torch.autograd.grad(out.sin().sum() + finite.sum(), wanted)
-            return [out, lse, top], [*grads]
+            out, (lse, top) = attention(*given, return_aux=aux, **as_values(parts))
+            return out, lse, top
 
-        results, grads = run(inputs, bounds, options)
-        placements = [Replicate(), Shard(heads_at)] + ([] if packed else [Shard(0)])
-        for placement in placements:
-            everywhere = {key: distribute_tensor(t, mesh, [Replicate()]) for key, t in options.items()}
-            sharded = [distribute_tensor(t, mesh, [placement]) for t in inputs]
-            cu = tuple(distribute_tensor(t, mesh, [Replicate()]) for t in bounds)
-            got, got_grads = run(sharded, cu, everywhere)
-            assert got[0].placements == (placement,), f"{name}: {placement} became {got[0].placements}"
-            for mine, truth in zip((*got, *got_grads), (*results, *grads), strict=True):
-                close(mine.full_tensor(), truth, f"{name}, {placement}")
-
-
-def close(got: Tensor, expected: Tensor, what: str) -> None:
-    """On a GPU gradients are summed in another order, from weights that are rounded to bfloat16."""
-    limits = {} if not got.is_cuda else {"atol": 2e-2, "rtol": 2e-2}
-    torch.testing.assert_close(got, expected, **limits, msg=lambda text: f"{what}: {text}")
+        everywhere = [*bounds, *options.values()]
+        for placement in of_qkv:
+            placements = [placement] * 3 + [Replicate()] * len(everywhere)
+            what, limits = f"{name}, {placement}", summed_in_another_order(mesh)
+            (out, _, _), _ = agree(mesh, call, [*inputs, *everywhere], placements, what, **limits)
+            assert out.placements == (placement,), f"{what}: became {out.placements}"
 
 
 def check_packed_modifiers(mesh) -> None:
@@ -200,40 +212,27 @@ def check_packed_modifiers(mesh) -> None:
 
 def check_sharded_modifiers(mesh) -> None:
     """Modifiers that come sharded already stay where they are, and a gradient has their shape."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
-    inputs = draw(mesh, (4, 10, 4, 8), (4, 10, 2, 8), (4, 10, 2, 8))
+    def dense_and_alibi(*given: Tensor) -> tuple[Tensor, ...]:
+        both = masks.DenseBias(given[3]) + masks.ALiBi(given[4])
+        return (flash_ext.attention(*given[:3], bias=both),)
+
+    def by_table(*given: Tensor) -> tuple[Tensor, ...]:
+        return (flash_ext.attention(*given[:3], bias=masks.RelativePosition(given[3], max_distance=6)),)
+
+    qkv = draw(mesh, (4, 10, 4, 8), (4, 10, 2, 8), (4, 10, 2, 8))
     bias, slopes, table = draw(mesh, (4, 4, 10, 10), (4, 4), (4, 8))
-    leaves = [t.requires_grad_() for t in (*inputs, bias, slopes.float())]
-    out = flash_ext.attention(*leaves[:3], bias=masks.DenseBias(leaves[3]) + masks.ALiBi(leaves[4]))
-    grads = torch.autograd.grad(out.sin().sum(), leaves)
-    for qkv, mask in ((Shard(0), Shard(0)), (Shard(2), Shard(1))):
-        placements = (qkv, qkv, qkv, mask, mask)
-        sharded = [
-            distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
-            for t, p in zip(leaves, placements, strict=True)
-        ]
-        both = masks.DenseBias(sharded[3]) + masks.ALiBi(sharded[4])
-        got = flash_ext.attention(*sharded[:3], bias=both)
-        got.sin().sum().backward()
-        close(got.full_tensor(), out, f"out, {qkv}")
-        for t, grad, placement in zip(sharded, grads, placements, strict=True):
-            assert t.grad.placements == (placement,)
-            close(t.grad.full_tensor(), grad, f"gradient, {qkv}")
-
-    leaves = [t.detach().requires_grad_() for t in (*inputs, table.float())]
-    by_table = masks.RelativePosition(leaves[3], max_distance=6)
-    out = flash_ext.attention(*leaves[:3], bias=by_table)
-    grads = torch.autograd.grad(out.sin().sum(), leaves)
-    placements = (Shard(2), Shard(2), Shard(2), Shard(0))
-    sharded = [distribute_tensor(t.detach(), mesh, [p]).requires_grad_() for t, p in zip(leaves, placements)]
-    got = flash_ext.attention(*sharded[:3], bias=masks.RelativePosition(sharded[3], max_distance=6))
-    got.sin().sum().backward()
-    assert got.placements == (Shard(2),)
-    close(got.full_tensor(), out, "out, table by heads")
-    for t, grad, placement in zip(sharded, grads, placements, strict=True):
-        assert t.grad.placements == (placement,)
-        close(t.grad.full_tensor(), grad, "gradient, table by heads")
+    for call, own, of_qkv, of_own in (
+        (dense_and_alibi, [bias, slopes.float()], Shard(0), Shard(0)),
+        (dense_and_alibi, [bias, slopes.float()], Shard(2), Shard(1)),
+        (by_table, [table.float()], Shard(2), Shard(0)),
+    ):
+        placements = [of_qkv] * 3 + [of_own] * len(own)
+        what, limits = f"{call.__name__}, {of_qkv}", summed_in_another_order(mesh)
+        (out,), grads = agree(mesh, call, [*qkv, *own], placements, what, **limits)
+        assert out.placements == (of_qkv,)
+        assert [grad.placements for grad in grads] == [(placement,) for placement in placements]
 
 
 def check_prepared_masks(mesh) -> None:
@@ -264,7 +263,8 @@ def check_prepared_masks(mesh) -> None:
             kept = [t for t in (found.mods.mask, found.mods.document_q) if t is not None]
             assert all(getattr(t, "placements", (of_mask,)) == (of_mask,) for t in kept) and len(kept) == 1
         for plain, sharded in zip(*results, strict=True):
-            close(sharded.full_tensor(), plain, f"prepared {kind.__name__}, {of_mask}")
+            what = f"prepared {kind.__name__}, {of_mask}"
+            close(sharded.full_tensor(), plain, what, **summed_in_another_order(mesh))
 
 
 def check_dropout_is_not_sharded(mesh) -> None:
@@ -312,9 +312,9 @@ def process_group(rank: int, port: int, backend: str) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def run_all(rank: int, port: int, backend: str) -> None:
+def run_all(rank: int, size: int, port: int, backend: str) -> None:
     # Sharding rules are registered when DTensor comes into use, and not by importing flash_ext.
-    assert "torch.distributed.tensor" not in sys.modules
+    assert "flash_ext._ops.dtensor" not in sys.modules
     with process_group(rank, port, backend):
         from torch.distributed.tensor import init_device_mesh
 
@@ -326,17 +326,11 @@ def run_all(rank: int, port: int, backend: str) -> None:
 # ---- the tests -------------------------------------------------------------------------------------------
 
 
-def spawn(backend: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run_all, (port, backend), nprocs=WORLD_SIZE)
-
-
+@processes.forked
 @pytest.mark.slow
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 def test_dtensor_on_two_processes() -> None:
-    spawn("gloo")
+    processes.start(run_all, WORLD_SIZE, "gloo")
 
 
 @pytest.mark.gpu
@@ -347,4 +341,4 @@ def test_dtensor_on_two_gpus() -> None:
         pytest.skip("needs two CUDA devices")
     if not distributed.is_nccl_available():
         pytest.skip("this torch has no NCCL")
-    spawn("nccl")
+    processes.start(run_all, WORLD_SIZE, "nccl", on_gpus=True)

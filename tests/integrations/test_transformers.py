@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_ext import masks
 from flash_ext.integrations import transformers as integration
@@ -58,31 +58,23 @@ def config_of(shape: str) -> Any:
         return transformers.GptOssConfig(
             **DECODER, sliding_window=4, num_local_experts=2, num_experts_per_tok=2, layer_types=layers
         )
-    if shape == "bert":
-        return transformers.BertConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=4, max_position_embeddings=64, hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-    return transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
-        relative_attention_num_buckets=8, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None,
+    return transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )  # fmt: skip
 
 
 DECODERS = ["llama", "mistral", "gemma2", "gpt_oss"]
 
 
-def if_it_asks(shape: str) -> Any:
-    """A model family whose attention older versions of the library, 5.0 among them, do not look up."""
-    module = importlib.import_module(f"transformers.models.{shape}.modeling_{shape}")
-    asks = "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(module)
-    reason = f"{shape} of transformers {transformers.__version__} does not ask the registry"
-    return pytest.param(shape, marks=pytest.mark.skipif(not asks, reason=reason))
-
-
-GENERATORS = [*DECODERS, if_it_asks("t5")]
-ALL_SHAPES = [*GENERATORS, if_it_asks("bert")]
+# Older versions of the library, 5.0 among them, do not look its attention up.
+BERT = importlib.import_module("transformers.models.bert.modeling_bert")
+needs_bert = pytest.mark.skipif(
+    "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(BERT),
+    reason=f"Bert of transformers {transformers.__version__} does not ask the registry",
+)
+ALL_SHAPES = [*DECODERS, pytest.param("bert", marks=needs_bert)]  # T5 has tests of its own
 
 
 def make(shape: str, device: str, **changes: Any) -> Any:
@@ -90,14 +82,13 @@ def make(shape: str, device: str, **changes: Any) -> Any:
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(1)
-    kinds = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
-    kind = kinds.get(shape, transformers.AutoModelForCausalLM)
+    kind = transformers.AutoModelForMaskedLM if shape == "bert" else transformers.AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # Larger than the library draws them, so that attention is not the mean of all values.
             if "norm" not in parameter_name:
-                parameter.normal_(0, 0.1 if shape == "t5" else 0.3)
+                parameter.normal_(0, 0.3)
     model.eval()
     return model if device == "cpu" else model.to(device, torch.bfloat16)
 
@@ -148,11 +139,11 @@ def tokens(device: str, batch: int = 2, length: int = 11) -> Tensor:
     return torch.randint(1, VOCABULARY, (batch, length), device=device)
 
 
-def padding(side: str, device: str) -> Tensor | None:
+def padding(side: str, device: str, length: int = 11, hidden: int = 5) -> Tensor | None:
     if side == "none":
         return None
-    mask = torch.ones(2, 11, dtype=torch.long, device=device)
-    mask[1, slice(0, 5) if side == "left" else slice(6, 11)] = 0
+    mask = torch.ones(2, length, dtype=torch.long, device=device)
+    mask[1, slice(0, hidden) if side == "left" else slice(length - hidden, length)] = 0
     return mask
 
 
@@ -214,17 +205,13 @@ def test_padded(shape: str, side: str, device: str, monkeypatch: pytest.MonkeyPa
     if mask is not None:
         inputs["attention_mask"] = mask
     loss_mask = torch.ones_like(ids) if mask is None else mask
-    if shape == "t5":
-        inputs["decoder_input_ids"] = tokens(device)
-        loss_mask = torch.ones_like(ids)
     with calls(monkeypatch) as seen:
         compare(model, device, loss_mask, **inputs)
-    assert len(seen) == (6 if shape == "t5" else 2)
-    if shape != "t5":
-        # Said by rule: no mask of the size of the scores was made.
-        wanted = NoneType if mask is None else masks.KeyMask
-        assert all(isinstance(options.get("mask"), wanted) and "bias" not in options for options in seen)
-        assert all(options["causal"] == (shape != "bert") for options in seen)
+    assert len(seen) == 2
+    # Said by rule: no mask of the size of the scores was made.
+    wanted = NoneType if mask is None else masks.KeyMask
+    assert all(isinstance(options.get("mask"), wanted) and "bias" not in options for options in seen)
+    assert all(options["causal"] == (shape != "bert") for options in seen)
     if shape in ("mistral", "gemma2", "gpt_oss"):
         assert any(options["window_size"][0] == 3 for options in seen)
     assert any(options["sinks"] is not None for options in seen) == (shape == "gpt_oss")
@@ -277,6 +264,18 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
         close(grads[name], wanted[name], "cpu")
 
 
+class Passes(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
 def test_layers_prepare_their_mask_once() -> None:
     """Forward and backward of both layers; the sliding and the full one have masks of their own."""
     for shape, masks_of_model in (("llama", 1), ("gemma2", 2)):
@@ -287,11 +286,11 @@ def test_layers_prepare_their_mask_once() -> None:
             model(input_ids=ids, attention_mask=present).logits.sum().backward()
 
         step()
-        with profile(activities=[ProfilerActivity.CPU]) as found:
+        with Passes() as found:
             step()
-        passes = {event.key: event.count for event in found.key_averages()}
-        assert passes["flash_ext::condense"] == masks_of_model
-        assert passes["flash_ext::fwd_mod"] == passes["flash_ext::bwd_mod"] == 2
+        assert found.names.count("flash_ext.condense.default") == masks_of_model
+        for name in ("flash_ext.fwd_mod.default", "flash_ext.bwd_mod.default"):
+            assert found.names.count(name) == 2
 
 
 def test_cross_attention_over_more_keys_than_queries() -> None:
@@ -319,7 +318,7 @@ def test_dropout_reaches_the_kernels_in_training_only(monkeypatch: pytest.Monkey
 
 @on_each_device
 @pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
-@pytest.mark.parametrize("shape", GENERATORS)
+@pytest.mark.parametrize("shape", DECODERS)
 def test_generate(shape: str, cache: str, device: str) -> None:
     model, ids, mask = make(shape, device), tokens(device), padding("left", device)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "use_cache": cache != "none",
@@ -463,11 +462,12 @@ def test_gradients_by_torch_func() -> None:
 
 @pytest.mark.slow
 def test_compiled_model() -> None:
-    model, ids, mask = make("mistral", "cpu"), tokens("cpu"), padding("left", "cpu")
+    model = make("mistral", "cpu", num_hidden_layers=1)
+    ids, mask = tokens("cpu"), padding("left", "cpu")
     use(model, NAME)
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model, backend="eager")
         got = compiled(input_ids=ids, attention_mask=mask, use_cache=False).logits
     close(got[mask.bool()], expected[mask.bool()], "cpu")
 

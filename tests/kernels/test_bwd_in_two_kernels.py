@@ -27,7 +27,7 @@ from tests.judge import judge
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.modifier_harness import call, call_and_differentiate, for_each, naming, run_case
 from tests.modifier_truth import compute_modifier_truth
-from tests.qkv import make_qkv, null_kernels
+from tests.qkv import blank_qkv, null_kernels
 from tests.reference import attention_reference
 from tests.values import values
 
@@ -97,7 +97,7 @@ CHOICES: dict[str, tuple[Callable[[], dict], tuple[str, ...]]] = {
 def launched(head_dim: int, deterministic: bool, is_packed: bool = False, head_dim_v: int | None = None,
              needs: tuple[int, ...] = (0, 1, 2), **options) -> dict:  # fmt: skip
     """The launch of a backward, left out."""
-    qkv = make_qkv(seqlen_q=ROWS, seqlen_k=KEYS, heads=HEADS, heads_k=HEADS, head_dim=head_dim,
+    qkv = blank_qkv(seqlen_q=ROWS, seqlen_k=KEYS, heads=HEADS, heads_k=HEADS, head_dim=head_dim,
                    head_dim_v=head_dim_v, dtype=torch.bfloat16)  # fmt: skip
     for index in needs:
         qkv[index].requires_grad_()
@@ -177,7 +177,7 @@ def test_gradients_of_modifiers_alone_are_portable(name: str) -> None:
 
 def allocated(head_dim: int, rows: int, deterministic: bool, options: dict) -> list[int]:
     """Bytes of what a backward of 2 sequences allocates beside dq, dk and dv."""
-    q, k, v = make_qkv(
+    q, k, v = blank_qkv(
         seqlen_q=rows, heads=HEADS, head_dim=head_dim, dtype=torch.bfloat16, requires_grad=True
     )
     with null_kernels():
@@ -192,10 +192,9 @@ def allocated(head_dim: int, rows: int, deterministic: bool, options: dict) -> l
     return found
 
 
-@pytest.mark.parametrize("rows", [147, 300, 1024])
-def test_the_workspace_is_two_statistics_a_row_and_no_accumulator(rows: int) -> None:
+def test_the_workspace_is_two_statistics_a_row_and_no_accumulator() -> None:
     """Of whole tiles. In any order up to 128 dq is added up in memory, in front of which they are."""
-    for head_dim in (64, 128, 160, 192, 256):
+    for rows, head_dim in itertools.product((147, 320), (64, 128, 160, 192, 256)):
         tile = 48 if head_dim > 192 else 64
         tile_rows = 2 * HEADS * -(-rows // tile) * tile
         assert allocated(head_dim, rows, True, CAPS) == [8 * tile_rows]
@@ -324,7 +323,7 @@ def test_gradients_of_every_modifier(target: Target, compiled: int) -> None:
             ran = _C.last_launch()["kernel"] if target.device == "cuda" else kernels[mcase]
             assert ran == kernels[mcase], f"{ran} ran, {kernels[mcase]} was due"
 
-    for_each(list(kernels), target, run, cpu=3)
+    for_each(list(kernels), target, run, cpu=2)
 
 
 @on_targets("cpu", "sm90")
@@ -333,7 +332,7 @@ def test_nan_in_one_query_row(target: Target) -> None:
     without NaN, is not looked at."""
     cases = [
         ModifierCase(dense(2, 100, 130, 4, h_k, d, deterministic=d <= 128, data="nan_row"), mods)
-        for d in COMPILED
+        for d in (COMPILED if target.device == "cuda" else COMPILED[:1])
         for h_k in (4, 2)
         for mods in (("alibi",), ("softcap30",), ("drop0.5",))
     ]
@@ -345,7 +344,7 @@ def test_nan_in_one_query_row(target: Target) -> None:
             gradients = {name: first[name] for name in ("out", "dq", "dk", "dv")}
             judge(gradients, second, compute_modifier_truth(x), mcase.case.deterministic)
 
-    for_each(cases, target, run, cpu=6)
+    for_each(cases, target, run)
 
 
 def repeated_cases() -> list[ModifierCase]:

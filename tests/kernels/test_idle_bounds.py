@@ -14,7 +14,7 @@ import flash_ext
 from flash_ext import masks
 from flash_ext._ops.library import _C
 from tests.harness import Target, choice_of, on_paths
-from tests.qkv import make_qkv, null_kernels
+from tests.qkv import blank_qkv, make_qkv, null_kernels
 from tests.values import values
 
 
@@ -93,7 +93,7 @@ def test_a_right_bound_beside_a_left_one_stays(pretended_gpu) -> None:
 )
 def test_the_bound_is_counted_from_the_alignment(left: int, alignment: str, tall: bool) -> None:
     """Of calls with modifiers; with a window 512 rows of 300 keys have lower tiles, which are not tall."""
-    q, k, v = make_qkv(batch=4, seqlen_q=512, seqlen_k=300, heads=16, heads_k=16, head_dim=128,
+    q, k, v = blank_qkv(batch=4, seqlen_q=512, seqlen_k=300, heads=16, heads_k=16, head_dim=128,
                        dtype=torch.bfloat16)  # fmt: skip
     with null_kernels():
         flash_ext.forward(q, k, v, mask=masks.Window(left, 0, alignment), sinks=torch.zeros(16))

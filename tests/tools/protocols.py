@@ -29,7 +29,8 @@ class Fault(AssertionError):
 
 def join(clock, other):
     for name, stamp in other.items():
-        clock[name] = max(clock.get(name, 0), stamp)
+        if clock.get(name, 0) < stamp:
+            clock[name] = stamp
 
 
 class Barrier:

@@ -98,9 +98,9 @@ def test_special_values_of_the_truth_agree_with_the_oracle() -> None:
 
 def test_model_passes_on_every_kind_of_data(model, seed: int) -> None:
     """The noise is large enough: a kernel that rounds as it must stays inside, whatever the data."""
-    drawn = [c for c in random_cases(seed + 1, 200, limit=130, max_work=100_000) if not c.invalid]
+    drawn = [c for c in random_cases(seed + 1, 200, limit=130, max_work=60_000) if not c.invalid]
     one_of_each = {case.data: case for case in drawn}
-    harness.run_cases([*drawn[:8], *one_of_each.values()], CPU)
+    harness.run_cases([*drawn[:5], *one_of_each.values()], CPU)
 
 
 # Few cases that together notice every planted bug; small enough to run once per bug.
@@ -116,14 +116,13 @@ WATCHFUL = [
 @pytest.mark.parametrize("bug", sorted(emulated.BUGS))
 def test_planted_bug_is_noticed(model, bug: str) -> None:
     model(bug)
-    noticed = []
     for case in WATCHFUL:
         try:
             harness.run_case(case, CPU)
         except harness.CaseFailure as failure:
-            noticed.append(str(failure))
-    assert noticed, f"nothing noticed: {emulated.BUGS[bug]}"
-    assert all("--repro" in text for text in noticed)
+            assert "--repro" in str(failure)
+            return
+    pytest.fail(f"nothing noticed: {emulated.BUGS[bug]}")
 
 
 # dk of keys whose weights lie around 2^-126, where the model loses them as ex2.approx.ftz does.

@@ -19,6 +19,7 @@ import itertools
 import random
 
 WARPS = 2  # of a warpgroup
+ALL = 2 * WARPS  # of two warpgroups
 CHUNK = 2  # steps
 END = "end"
 
@@ -237,6 +238,30 @@ class Slots:
 
     def let_go(self, me, n):
         me.arrive(self.empty[n % self.slots])
+
+
+class DsPlaces:
+    """Places for dS, to which every warp writes its part and whose parts a product reads together."""
+
+    def __init__(self, slots):
+        self.slots, self.full = slots, barriers(slots, ALL)
+        self.parts = [cells(f"dS {slot} of", ALL) for slot in range(slots)]
+
+    def ready(self, n):
+        return self.full[n % self.slots], n // self.slots
+
+    def write(self, me, n, who, value, fenced=True):
+        me.write(self.parts[n % self.slots][who], value)
+        if fenced:
+            me.fence()
+        me.arrive(self.full[n % self.slots])
+
+    def begin_dq(self, me, n, value, k, item):
+        """The product with K; what it reads."""
+        for part in self.parts[n % self.slots]:
+            me.begin(part, value)
+        me.begin(k.at(0), ("K", item))
+        return [*self.parts[n % self.slots], k.at(0)]
 
 
 def each_item(me, items_at, use, before=None, at_end=None):

@@ -3,7 +3,7 @@
 It does not read the kernels: a role is the order of waits, arrivals, reads and writes of the function that
 the docstring of its model names, copied by hand. Whoever changes that order there changes it here as well.
 The models are in protocols_forward.py, protocols_backward.py, protocols_pool.py,
-protocols_split.py, protocols_backward_mod.py, protocols_split_mod.py and protocols_memory.py.
+protocols_split.py, protocols_backward_mod.py and protocols_memory.py.
 
 A role is a generator that yields what it waits for. Clocks of what each role knows to have happened find a
 read or write that nothing orders behind what it needs, in whatever order the roles ran; orders drawn at

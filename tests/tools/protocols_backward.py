@@ -31,12 +31,8 @@ class Items:
     def role(self, name, body, *args):
         self.m.role(f"{self.cta}: {name}", body, *args)
 
-    def load_of(self, me, n):
-        """What the scheduler loads for an item."""
-        return ()
-
-    def schedule(self, me, others=None):
-        """`others`: what items wait for beside a place."""
+    def schedule(self, me, load=None, others=None):
+        """`load`: of an item. `others`: what items wait for beside a place."""
         place = 0
         while (n := next(self.draw, None)) is not None:
             yield self.item.left(place)
@@ -45,7 +41,8 @@ class Items:
             self.item.fill(me, place, n)
             if not self.items[n][1]:
                 me.arrive(self.ending)
-            yield from self.load_of(me, n)
+            if load:
+                yield from load(me, n)
             if self.draws:
                 yield self.ending, place
             place += 1
@@ -136,8 +133,7 @@ def backward(
             stages = 2 if apart else 1
             dq = [Slots("dQ", 1, 1, full=ALL // stages) for _ in range(stages)]
             order = SimpleNamespace(turns=turns, dq_at=dq_at, dq=dq, stage_at=cells("stage", ALL))
-        x.load_of = x.load_keys_of
-        x.role("scheduler", x.schedule, ring or sums)
+        x.role("scheduler", x.schedule, x.load_keys_of, ring or sums)
         x.role("Q", x.load_queries, makes_dq and (apart or not ordered))
         added = barriers(2, ALL)
         if ring:

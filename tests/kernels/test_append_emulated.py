@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from flash_ext._cpu import behind, cached
-from tests.kept import compiled
-from tests.kernels.test_emulation import EMULATION, copy_sources
+from tests.kernels.test_emulation import EMULATION, build, copy_sources
 from tests.sources import ROOT
 
 pytestmark = pytest.mark.xdist_group("emulation")  # one builds the program
@@ -27,8 +26,6 @@ CACHE_TYPES = {1: torch.float8_e4m3fn, 2: torch.int8}  # CacheType of csrc/kv_ca
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which("g++") is None:
-        pytest.skip("the emulation is built with g++, which is not here")
     folder = tmp_path_factory.mktemp("append_kv")
     csrc = copy_sources(folder)
     for part in ("passes/append_kv.cuh", "inst/append_kv.cu"):
@@ -37,11 +34,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(EMULATION / "fp8_launch.h", csrc / "launch.h")
     for header in ("cuda_fp8.h", "dtype.cuh"):
         (csrc / header).write_text("#pragma once\n", encoding="utf-8")
-    built = folder / "append_kv"
-    command = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}"]
-    done = compiled([*command, str(EMULATION / "append_kv.cpp")], built)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return built
+    return build(folder, "append_kv", csrc)
 
 
 def bytes_of(*tensors: Tensor) -> bytes:

@@ -114,7 +114,7 @@ def test_slots_that_are_given(program: Path, tmp_path: Path, cache_type: int, se
     assert got == bytes_of(*case["caches"], *given)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("cache_type", [0, 1, 2])
 def test_places_behind_the_keys(program: Path, tmp_path: Path, cache_type: int, seed: int) -> None:
     """Tables, entries or neither; full sequences, pages and entries that are not there, entries of two."""

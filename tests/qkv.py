@@ -53,6 +53,13 @@ def make_qkv(
     )
 
 
+def blank_qkv(**options) -> tuple[Tensor, ...]:
+    """Those of make_qkv(), zeros: for calls without kernels, where drawing 16-bit numbers took longest."""
+    return tuple(
+        torch.zeros_like(t, device="cpu", requires_grad=t.requires_grad) for t in make_qkv("meta", **options)
+    )
+
+
 def make_packed(
     device: str = "cpu", *, lengths: tuple[int, ...] = (3, 0, 9), spare: int = 2, requires_grad: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 
@@ -15,16 +16,16 @@ from tests.cases import Case, dense
 from tests.graphs import capture
 from tests.harness import TARGETS, Target, call_backward, call_forward, choice_of, on_targets, run_case
 from tests.inputs import Inputs, make_inputs
+from tests.kernels.plans import plan, plan_of
 from tests.qkv import make_qkv
 from tests.sources import ROOT
 
 PLACES = 4  # rounds that have accumulators
 
 
-def plan(batch: int, heads: int, seqlen: int, head_dim: int = 128, asked: dict | None = None, **more) -> dict:
-    path = choice_of("sm90", short_kernels=0, **(asked or {}))
-    sizes = {"seqlen_q": seqlen, "seqlen_k": seqlen, "num_heads_k": heads, "head_dim_v": head_dim} | more
-    return _C.plan("bwd", batch=batch, num_heads=heads, head_dim=head_dim, backend=path, **sizes)
+def planned(batch: int, seqlen: int, head_dim: int = 128, **asked: int) -> dict:
+    backend = choice_of("sm90", short_kernels=0, **asked)
+    return plan("bwd", batch=batch, seqlen=seqlen, heads=16, head_dim=head_dim, backend=backend)
 
 
 def blocks_of(seqlen_k: int, head_dim: int) -> int:
@@ -48,7 +49,7 @@ def test_the_workspace_has_a_place_for_four_rounds(
     """Or three, where four do not fit the L2 cache; 134 MB without a pool. The formula of docs/design.md has
     no words in it."""
     (formula,) = re.findall(r"^pool_workspace_bytes = (.+)$", (ROOT / "docs/design.md").read_text(), re.M)
-    chosen = plan(batch, 16, seqlen, head_dim)
+    chosen = planned(batch, seqlen, head_dim)
     heads = round_heads(132, blocks_of(seqlen, head_dim))
     rows, rounds = batch * 16 * seqlen, math.ceil(batch * 16 / heads)
     places = PLACES if 5 * PLACES * heads * seqlen * head_dim * 4 <= 4 * (50 << 20) else PLACES - 1
@@ -57,13 +58,13 @@ def test_the_workspace_has_a_place_for_four_rounds(
     assert eval(formula, known) == parts.pop("row_stats") + parts.pop("dq_accum")  # noqa: S307
     assert parts == {"tile_counters": 16, "pool_words": 16 + (8 * rounds + 15) // 16 * 16}
     assert chosen["workspace_bytes"] < 44.1e6
-    without = plan(batch, 16, seqlen, head_dim, asked={"dq_pool": 0})
+    without = planned(batch, seqlen, head_dim, dq_pool=0)
     assert without["workspace_bytes"] == 8 * rows + 4 * head_dim * rows
 
 
 def test_a_pool_changes_nothing_else_of_the_plan(pretended_gpu) -> None:
     facts = ("backend", "block_m", "block_n", "stages", "threads", "smem_bytes", "grid", "gqa_splits")
-    without, with_one = (plan(32, 16, 512, asked={"dq_pool": pool}) for pool in (0, 1))
+    without, with_one = (planned(32, 512, dq_pool=pool) for pool in (0, 1))
     assert [without[name] for name in facts] == [with_one[name] for name in facts]
 
 
@@ -102,24 +103,24 @@ def cases(head_dim: int, num_sms: int) -> list[Case]:
     return [in_rounds(num_sms, rounds, case.replace(seed=seed)) for seed, case in enumerate(found)]
 
 
-def planned(case: Case, num_sms: int, **more: int) -> dict:
-    left, right = case.effective_window
+def planned_case(case: Case, num_sms: int, **more: int) -> dict:
     with switched(num_sms=num_sms):
-        return plan(
-            case.batch, case.num_heads, case.seqlen_q, case.head_dim, {"dq_pool": 1} | more,
-            seqlen_k=case.seqlen_k, num_heads_k=case.num_heads_k, head_dim_v=case.dim_v,
-            window_size_left=left, window_size_right=right,
-        )  # fmt: skip
+        return plan_of(case, choice_of("sm90", short_kernels=0, dq_pool=1, **more))
 
 
 NUM_SMS, HEAD_DIMS = (1, 3, 7, 40), (40, 64, 72, 96, 128)
 
 
-@pytest.mark.parametrize("num_sms", NUM_SMS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_cases_have_pools(pretended_gpu, head_dim: int, num_sms: int) -> None:
-    for case in cases(head_dim, num_sms):
-        assert planned(case, num_sms)["kernel"].endswith("_pool"), str(case)
+def test_cases_have_pools(pretended_gpu) -> None:
+    """All those below; where heads are divided, they are with a pool."""
+    found = [(n, case) for d, n in itertools.product(HEAD_DIMS, NUM_SMS) for case in cases(d, n)] + list(
+        SOME.values()
+    )
+    for num_sms, case in found:
+        assert planned_case(case, num_sms)["kernel"].endswith("_pool"), str(case)
+    for case in (*divided(64), *divided(128)):
+        chosen = planned_case(case, 3, gqa_splits=2)
+        assert chosen["kernel"].endswith("_pool") and chosen["gqa_splits"] == 2, str(case)
 
 
 @pytest.mark.parametrize("num_sms", NUM_SMS)
@@ -137,13 +138,6 @@ def test_pools_are_right(target: Target, head_dim: int, num_sms: int) -> None:
 
 def divided(head_dim: int) -> list[Case]:
     return [dense(30, 130, 200, 8, 1, head_dim), dense(1, 70, 90, 120, 30, head_dim, causal=True)]
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_divided_heads_have_pools(pretended_gpu, head_dim: int) -> None:
-    for case in divided(head_dim):
-        chosen = planned(case, 3, gqa_splits=2)
-        assert chosen["kernel"].endswith("_pool") and chosen["gqa_splits"] == 2, str(case)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -184,12 +178,6 @@ SOME = {
     "together": (7, dense(30, 257, 150, 4, 2, 128, causal=True)),
     "together, 96": (132, dense(320, 65, 70, 4, 2, 96)),
 }
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_repeated_cases_have_pools(pretended_gpu, name: str) -> None:
-    num_sms, case = SOME[name]
-    assert planned(case, num_sms)["kernel"].endswith("_pool")
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -52,44 +52,29 @@ SMS = (1, 16, 78, 132)
 QUESTIONS = list(itertools.product(SLOTS, BLOCKS, FITS, SMS))
 
 
-def test_enough_heads(dynamic_heads) -> None:
-    """At least 8, and an item for every CTA or, where that makes groups equal, for 88 of 100."""
+def test_enough_heads_and_no_more(dynamic_heads) -> None:
+    """At least 8, and an item for every CTA or, where that makes groups equal, for 88 of 100.
+
+    No more than fit, and than 16 or an item for every CTA; less than twice as many, to come out even. Groups
+    are of one size wherever some number of heads that is enough divides all of them; else the last one
+    misses no more heads than there are other groups.
+    """
     for (slots, blocks, fit, sms), heads in dynamic_heads(QUESTIONS).items():
         asked = f"{slots} heads, {blocks} blocks, {fit} fit, {sms} multiprocessors: {heads}"
-        assert min(8, slots) <= heads <= slots, asked
-        all_ctas = -(-sms // blocks)
-        assert heads == slots or 100 * heads >= 88 * max(8, all_ctas), asked
-        assert heads == slots or slots % heads == 0 or heads * blocks >= sms, asked
-
-
-def test_not_many_more_than_that(dynamic_heads) -> None:
-    """No more than fit, and than 16 or an item for every CTA; less than twice as many, to come out even."""
-    for (slots, blocks, fit, sms), heads in dynamic_heads(QUESTIONS).items():
-        all_ctas = -(-sms // blocks)
-        most = max(8, all_ctas, min(fit, max(16, all_ctas)))
-        assert heads < 2 * most, f"{slots} heads, {blocks} blocks, {fit} fit, {sms} multiprocessors: {heads}"
-
-
-def test_groups_are_of_one_size(dynamic_heads) -> None:
-    """Wherever some number of heads that is enough divides all of them; else the last group is smaller."""
-    for (slots, blocks, fit, sms), heads in dynamic_heads(QUESTIONS).items():
         all_ctas = -(-sms // blocks)
         least, most = max(8, all_ctas), max(8, all_ctas, min(fit, max(16, all_ctas)))
         groups = -(-slots // heads)
+        assert min(8, slots) <= heads <= slots, asked
+        assert heads == slots or 100 * heads >= 88 * least, asked
+        assert heads == slots or slots % heads == 0 or heads * blocks >= sms, asked
+        assert heads < 2 * most, asked
+        assert groups * heads - slots < max(groups, 2), asked
         if slots % heads == 0:
             continue
-        assert groups > 1 and slots - (groups - 1) * heads > 0
+        assert groups > 1 and slots - (groups - 1) * heads > 0, asked
         even = [n for n in range(1, slots + 1) if slots % n == 0 and 88 * least <= 100 * n <= 100 * most]
         # A divisor that is far below what fits would make twice as many groups.
-        even = [n for n in even if slots // n < 2 * (slots // most)]
-        assert even == [], f"{slots} heads in groups of {heads}, {even} divide them"
-
-
-def test_groups_that_cannot_be_equal_are_nearly_so(dynamic_heads) -> None:
-    """The last one misses no more heads than there are other groups."""
-    for (slots, *_), heads in dynamic_heads(QUESTIONS).items():
-        groups = -(-slots // heads)
-        assert groups * heads - slots < max(groups, 2), f"{slots} heads in groups of {heads}"
+        assert [n for n in even if slots // n < 2 * (slots // most)] == [], asked
 
 
 def test_what_was_measured(dynamic_heads) -> None:

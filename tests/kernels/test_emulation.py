@@ -133,16 +133,14 @@ def copy_sources(folder: Path) -> Path:
     return csrc
 
 
-def build(folder: Path, name: str) -> Path:
-    """The program tests/tools/emulation/NAME.cpp, built in an empty folder."""
-    csrc = copy_sources(folder)
-    program = folder / name
+def build(folder: Path, name: str, csrc: Path | None = None) -> Path:
+    """The program tests/tools/emulation/NAME.cpp of an empty folder, or one that has copied sources."""
+    if shutil.which("g++") is None:
+        pytest.skip("the emulation is built with g++, which is not here")
+    csrc, program = csrc or copy_sources(folder), folder / name
     # Fibers jump between stacks, which the checks of _FORTIFY_SOURCE take for an error.
-    plan = sorted((csrc / "plan").glob("*.cpp")) if name == "fwd_cached" else []
-    command = [
-        "g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}", str(EMULATION / f"{name}.cpp"),
-        *map(str, plan),
-    ]  # fmt: skip
+    command = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", f"-I{csrc}", str(EMULATION / f"{name}.cpp")]
+    command += map(str, sorted((csrc / "plan").glob("*.cpp")) if name == "fwd_cached" else [])
     done = compiled(command, program)
     assert done.returncode == 0, done.stderr[-4000:]
     return program
@@ -150,8 +148,6 @@ def build(folder: Path, name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    if shutil.which("g++") is None:
-        pytest.skip("the emulation is built with g++, which is not here")
     return {name: build(tmp_path_factory.mktemp(name), name) for name in RUNS}
 
 

@@ -5,6 +5,7 @@ are right and repeat bit for bit.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -14,34 +15,29 @@ from flash_ext._ops.library import _C
 from tests.cases import Case, dense
 from tests.harness import Target, call_backward, call_forward, choice_of, on_targets, run_case
 from tests.inputs import make_inputs
+from tests.kernels.plans import plan, plan_of
 from tests.kernels.test_dq_pool import switched
 
 TWO = "bwd_sm90_hd128_dkdv"
 
 
-def plan(
-    seqlen: int, *, batch: int = 32, keys: int | None = None, head_dim: int = 128,
-    asked: dict | None = None, **more,
-) -> dict:  # fmt: skip
-    return _C.plan(
-        "bwd", batch=batch, seqlen_q=seqlen, seqlen_k=keys or seqlen,
-        backend=choice_of("sm90", short_kernels=0, **(asked or {})),
-        **{"num_heads": 16, "num_heads_k": 16, "head_dim": head_dim, "head_dim_v": head_dim} | more,
-    )  # fmt: skip
+def planned(seqlen: int, window_size_right: int = -1, **asked: int) -> dict:
+    return plan("bwd", batch=32, seqlen=seqlen, heads=16, head_dim=128, window_size_right=window_size_right,
+                backend=choice_of("sm90", short_kernels=0, **asked))  # fmt: skip
 
 
 def test_not_where_one_is_asked_for(pretended_gpu) -> None:
     """Nor in the batch-invariant mode: the choice depends on the number of heads."""
     for pool in (0, 1):
-        assert plan(512, asked={"dq_pool": pool})["kernel"] != TWO
+        assert planned(512, dq_pool=pool)["kernel"] != TWO
     with switched(batch_invariant=1):
-        assert plan(512)["kernel"] != TWO
+        assert planned(512)["kernel"] != TWO
 
 
 def test_the_workspace_holds_statistics_and_counters(pretended_gpu) -> None:
     """lse and delta of whole tiles, 16 bytes for each kernel that draws its items; no dq in fp32."""
-    assert plan(512)["workspace_bytes"] == 8 * 32 * 16 * 512
-    assert plan(500, window_size_right=0)["workspace_bytes"] == 8 * 32 * 16 * 512 + 2 * 16
+    assert planned(512)["workspace_bytes"] == 8 * 32 * 16 * 512
+    assert planned(500, window_size_right=0)["workspace_bytes"] == 8 * 32 * 16 * 512 + 2 * 16
 
 
 def cases() -> list[Case]:
@@ -69,17 +65,14 @@ def with_few(target: Target, num_sms: int) -> Target:
     return target.pretending(num_sms=num_sms)
 
 
-@pytest.mark.parametrize("num_sms", [1, 3])
-def test_cases_run_in_two(pretended_gpu, num_sms: int) -> None:
-    for case in cases():
+def test_cases_run_in_two(pretended_gpu) -> None:
+    for num_sms, case in itertools.product((1, 3), cases()):
         with switched(num_sms=num_sms):
-            left, right = case.effective_window
-            chosen = plan(
-                case.seqlen_q, batch=case.batch, keys=case.seqlen_k, num_heads=case.num_heads,
-                num_heads_k=case.num_heads_k, head_dim=case.head_dim, head_dim_v=case.dim_v,
-                window_size_left=left, window_size_right=right, deterministic=case.deterministic,
-            )  # fmt: skip
-        assert chosen["kernel"] == TWO, str(case)
+            assert plan_of(case, choice_of("sm90", short_kernels=0))["kernel"] == TWO, str(case)
+    for case in divided():
+        with switched(num_sms=3):
+            chosen = plan_of(case, choice_of("sm90", short_kernels=0, gqa_splits=case.num_heads))
+        assert (chosen["kernel"], chosen["gqa_splits"]) == (TWO, case.num_heads), str(case)
 
 
 @pytest.mark.parametrize("num_sms", [1, 3])
@@ -98,17 +91,6 @@ def divided() -> list[Case]:
         dense(2, 300, 130, 8, 1, 128),
         dense(3, 130, 200, 4, 1, 104, causal=True, dtype="fp16", deterministic=True),
     ]
-
-
-def test_divided_heads_run_in_two(pretended_gpu) -> None:
-    for case in divided():
-        with switched(num_sms=3):
-            chosen = plan(
-                case.seqlen_q, batch=case.batch, keys=case.seqlen_k, num_heads=case.num_heads, num_heads_k=1,
-                head_dim=case.head_dim, window_size_right=case.effective_window[1],
-                deterministic=case.deterministic, asked={"gqa_splits": case.num_heads},
-            )  # fmt: skip
-        assert (chosen["kernel"], chosen["gqa_splits"]) == (TWO, case.num_heads), str(case)
 
 
 @on_targets("sm90")

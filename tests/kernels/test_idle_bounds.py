@@ -14,20 +14,16 @@ import flash_ext
 from flash_ext import masks
 from flash_ext._ops.library import _C
 from tests.harness import Target, choice_of, on_paths
-from tests.qkv import make_qkv, null_kernels
+from tests.kernels.plans import plan
+from tests.qkv import blank_qkv, make_qkv, null_kernels
 from tests.values import values
 
 
-def plan(direction: str, seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, **more) -> dict:
-    options = {"batch": 4, "num_heads": 16, "num_heads_k": 16, "head_dim": 128, "head_dim_v": 128} | more
-    return _C.plan(
-        direction,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        window_size_left=left,
-        window_size_right=right,
-        **options,
-    )
+def planned(direction: str, seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, **more) -> dict:
+    return plan(
+        direction, seqlen=(seqlen_q, seqlen_k), window_size_left=left, window_size_right=right,
+        **{"batch": 4, "heads": 16, "head_dim": 128} | more,
+    )  # fmt: skip
 
 
 def hides(seqlen_q: int, seqlen_k: int, left: int, right: int) -> bool:
@@ -44,7 +40,7 @@ def test_a_window_is_none_where_it_hides_nothing(pretended_gpu) -> None:
     path = choice_of("sm90", kv_splits=0, short_kernels=0)
     for seqlen_q, seqlen_k in itertools.product((1, 2, 5), repeat=2):
         for left, right in itertools.product(range(-1, 7), repeat=2):
-            found = plan("fwd", seqlen_q, seqlen_k, left, right, backend=path)["workspace_bytes"]
+            found = planned("fwd", seqlen_q, seqlen_k, left, right, backend=path)["workspace_bytes"]
             wanted = 16 if hides(seqlen_q, seqlen_k, left, right) else 0
             assert found == wanted, (seqlen_q, seqlen_k, left, right)
 
@@ -69,14 +65,15 @@ def test_plans_are_those_without_the_bound(
     pretended_gpu, lengths: tuple[int, int], idle: tuple[int, int], same: tuple[int, int], direction: str,
     head_dim: int,
 ) -> None:  # fmt: skip
-    more = {"head_dim": head_dim, "head_dim_v": head_dim}
-    assert plan(direction, *lengths, *idle, **more) == plan(direction, *lengths, *same, **more)
+    assert planned(direction, *lengths, *idle, head_dim=head_dim) == planned(
+        direction, *lengths, *same, head_dim=head_dim
+    )
 
 
 def test_a_right_bound_beside_a_left_one_stays(pretended_gpu) -> None:
     """Keys of a window are counted with both: 100 of 8192 are too few to be split for four rows."""
-    more = {"batch": 64, "num_heads_k": 1}
-    assert plan("fwd", 4, 8192, 100, 3, **more) != plan("fwd", 4, 8192, 100, -1, **more)
+    more = {"batch": 64, "heads": (16, 1)}
+    assert planned("fwd", 4, 8192, 100, 3, **more) != planned("fwd", 4, 8192, 100, -1, **more)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +90,7 @@ def test_a_right_bound_beside_a_left_one_stays(pretended_gpu) -> None:
 )
 def test_the_bound_is_counted_from_the_alignment(left: int, alignment: str, tall: bool) -> None:
     """Of calls with modifiers; with a window 512 rows of 300 keys have lower tiles, which are not tall."""
-    q, k, v = make_qkv(batch=4, seqlen_q=512, seqlen_k=300, heads=16, heads_k=16, head_dim=128,
+    q, k, v = blank_qkv(batch=4, seqlen_q=512, seqlen_k=300, heads=16, heads_k=16, head_dim=128,
                        dtype=torch.bfloat16)  # fmt: skip
     with null_kernels():
         flash_ext.forward(q, k, v, mask=masks.Window(left, 0, alignment), sinks=torch.zeros(16))

@@ -6,15 +6,14 @@ import pytest
 import torch
 
 import flash_ext
-from flash_ext._ops.library import _C
 from tests.harness import Target, on_targets
+from tests.kernels.plans import plan
 
 
 def test_the_workspace_holds_the_turns(pretended_gpu) -> None:
     asked = [
-        _C.plan("bwd", batch=32, seqlen_q=640, seqlen_k=640, num_heads=16, num_heads_k=16, head_dim=128,
-                head_dim_v=128, window_size_right=0, backend="sm90",
-                deterministic=deterministic)["workspace_bytes"]
+        plan("bwd", batch=32, seqlen=640, heads=16, head_dim=128, window_size_right=0, backend="sm90",
+             deterministic=deterministic)["workspace_bytes"]
         for deterministic in (False, True)
     ]  # fmt: skip
     assert asked[0] == asked[1]

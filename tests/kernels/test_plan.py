@@ -6,7 +6,6 @@ import functools
 import math
 import operator
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 import flash_ext
-from flash_ext import masks
+from flash_ext import info, masks
 from flash_ext._ops import plan as planned
 from flash_ext._ops.library import _C
 from flash_ext._ops.library_mod import modifier_arguments
@@ -388,16 +387,11 @@ def test_rows_that_cannot_are_refused(pretended_gpu, row: str) -> None:
         _C.plan(direction, **shape, modifiers=modifiers, backend=f"row={row}")
 
 
-def run_info(call: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "flash_ext.info", "--plan", call]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
-def test_printed() -> None:
+def test_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     call = f"bwd batch=4 seqlen=4096 heads=32/8 head_dim=128 causal alibi {H200}"
-    done = run_info(call)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    monkeypatch.setattr(sys, "argv", ["info", "--plan", call])
+    info.main()
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"call        {call}"
     assert "row         sm90.bwd_mod.fused, evidence fused-bwd-mod" in lines
     assert any(
@@ -405,8 +399,10 @@ def test_printed() -> None:
         for line in lines
     )
     assert lines[-1].startswith("workspace   ") and lines[-1].endswith(" bytes in all")
-    wrong = run_info("fwd warp gpu=9.0/132")
-    assert wrong.returncode == 2 and "unknown modifier 'warp'" in wrong.stderr
+    monkeypatch.setattr(sys, "argv", ["info", "--plan", f"fwd warp {H200}"])
+    with pytest.raises(SystemExit, match="2"):
+        info.main()
+    assert "unknown modifier 'warp'" in capsys.readouterr().err
 
 
 @on_short_paths

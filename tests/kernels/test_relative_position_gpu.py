@@ -148,7 +148,7 @@ def test_operators_against_the_oracle(target: Target, reach: int, is_packed: boo
             dtype = torch.bfloat16 if window[1] == 0 else torch.float16
             call = make_call(target.device, is_packed, head_dim, reach, dtype=dtype, batch=batch, heads=heads,
                              window=window, top_left=top_left)  # fmt: skip
-            for deterministic in (False, True):
+            for deterministic in (False, True) if target.device == "cuda" else (True,):
                 found = call.run(target, deterministic)
                 assert_right(call, found)
                 again = call.run(target, deterministic)
@@ -213,7 +213,7 @@ def table_cases() -> list[ModifierCase]:
 
 @on_targets("cpu", "sm80", "sm80-99k", "sm90")
 def test_tables_alone_and_beside_other_modifiers(target: Target) -> None:
-    for_each(table_cases(), target, cpu=6)
+    for_each(table_cases(), target, cpu=4)
 
 
 @on_short_paths
@@ -234,8 +234,9 @@ def test_tables_of_short_sequences(target: Target) -> None:
 @on_modifier_paths
 def test_tables_where_few_queries_meet_many_keys(target: Target) -> None:
     """As in decoding: one to a few rows, whose distances are those of the last positions."""
+    keys = 3000 if target.device == "cuda" else 300
     mcases = [
-        ModifierCase(dense(2, rows, 3000, heads, heads_k, head_dim, causal=causal, seed=rows), (name,))
+        ModifierCase(dense(2, rows, keys, heads, heads_k, head_dim, causal=causal, seed=rows), (name,))
         for rows, causal in ((1, False), (3, True), (16, True))
         for heads, heads_k, head_dim in ((8, 2, 64), (4, 4, 128))
         for name in ("distance128", "distance2000_before", "distance5000")

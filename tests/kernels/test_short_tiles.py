@@ -3,12 +3,15 @@ equal keys, too."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from flash_ext._ops.library import _C
 from tests.cases import dense
 from tests.harness import Target, choice_of, on_targets, run_case
+from tests.kernels.plans import plan
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.modifier_harness import call
 from tests.modifier_harness import run_case as run_modified
@@ -16,25 +19,13 @@ from tests.modifier_harness import run_case as run_modified
 COUNTER = 16  # bytes; a call whose items are dealt needs none
 
 
-def workspace(batch: int, heads: int, head_dim: int, seqlen: int, **more) -> int:
-    plan = _C.plan(
-        "fwd", batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=heads, num_heads_k=heads,
-        head_dim=head_dim, head_dim_v=head_dim,
-        backend=choice_of("sm90", short_kernels=0, kv_splits=0), **more,
-    )  # fmt: skip
-    assert plan["backend"] == "sm90"
-    return plan["workspace_bytes"]
-
-
 def test_no_number_of_multiprocessors_or_rows_breaks_the_rule(pretended_gpu) -> None:
-    try:
-        for num_sms in (1, 2, 7, 78, 114, 132):
-            _C.set_switch("num_sms", num_sms)
-            for seqlen in (1, 63, 64, 191, 192, 193, 320, 1000, 5000):
-                for heads in (1, 3, 40):
-                    assert workspace(3, heads, 128, seqlen) in (0, COUNTER)
-    finally:
-        _C.set_switch("num_sms", 132)
+    backend = choice_of("sm90", short_kernels=0, kv_splits=0)
+    for num_sms in (1, 2, 7, 78, 114, 132):
+        _C.set_switch("num_sms", num_sms)  # which the fixture takes back
+        for seqlen, heads in itertools.product((1, 63, 64, 191, 192, 193, 320, 1000, 5000), (1, 3, 40)):
+            found = plan("fwd", batch=3, seqlen=seqlen, heads=heads, head_dim=128, backend=backend)
+            assert found["backend"] == "sm90" and found["workspace_bytes"] in (0, COUNTER)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -53,12 +44,11 @@ def test_drawn_items_give_the_bits_of_dealt_ones(target: Target, head_dim: int) 
     for case in cases:
         for num_sms, counter in ((6, COUNTER), (132, 0)):
             with on(num_sms).active():
-                plan = _C.plan(
-                    "fwd", batch=case.batch, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k,
-                    num_heads=case.num_heads, num_heads_k=case.num_heads_k, head_dim=head_dim,
-                    head_dim_v=head_dim, backend=on(num_sms).choice,
+                found = plan(
+                    "fwd", batch=case.batch, seqlen=(case.seqlen_q, case.seqlen_k),
+                    heads=(case.num_heads, case.num_heads_k), head_dim=head_dim, backend=on(num_sms).choice,
                 )  # fmt: skip
-            assert plan["workspace_bytes"] == counter
+            assert found["workspace_bytes"] == counter
         with on(6).active():
             run_case(case, on(6))
         for mods in ("sinks", "alibi", "softcap30", "drop0.1"):

@@ -18,7 +18,7 @@ from tests.cases import dense, packed
 from tests.harness import Target, on_gpu_paths, on_modifier_paths, on_modifier_tiles
 from tests.modifier_cases import ModifierCase
 from tests.modifier_harness import for_each
-from tests.qkv import make_qkv, null_kernels
+from tests.qkv import blank_qkv, null_kernels
 
 HEADS = 4
 KERNELS = {64: "bwd_sm90_hd64", 96: "bwd_sm90_hd96", 128: "bwd_sm90_hd128", 192: "bwd_sm90_hd192",
@@ -29,7 +29,9 @@ def launched(
     *, deterministic: bool = False, cu: Tensor | None = None, learned: bool = True, **options
 ) -> dict:
     """The launch of a backward, left out. ``shape`` goes to make_qkv()."""
-    qkv = make_qkv(**{"dtype": torch.bfloat16, "heads": HEADS, "requires_grad": True, **options.pop("shape")})
+    qkv = blank_qkv(
+        **{"dtype": torch.bfloat16, "heads": HEADS, "requires_grad": True, **options.pop("shape")}
+    )
     if learned and "sinks" in options:
         options["sinks"] = options["sinks"].clone().requires_grad_()
     with null_kernels():
@@ -85,7 +87,7 @@ def test_query_heads_are_divided_as_without_sinks() -> None:
 
 def test_the_batch_invariant_mode_runs_the_deterministic_one() -> None:
     shape = {"seqlen_q": 512, "seqlen_k": 512, "heads": HEADS, "head_dim": 128}
-    qkv = make_qkv(dtype=torch.bfloat16, **shape, requires_grad=True)
+    qkv = blank_qkv(dtype=torch.bfloat16, **shape, requires_grad=True)
     with null_kernels(), flash_ext.serving.set_batch_invariant(True):
         flash_ext.attention(*qkv, sinks=torch.zeros(HEADS)).sum().backward()
         assert _C.last_launch()["kernel"] == "bwd_sm90_hd128_det"
@@ -134,7 +136,7 @@ def test_both_alignments_are_one_where_rows_and_keys_are_as_many() -> None:
 
 def test_gradients_that_are_asked_for() -> None:
     """Whichever they are; dq, dk and dv in fp32 as well."""
-    q, k, v = make_qkv(dtype=torch.bfloat16, heads=HEADS, head_dim=64)
+    q, k, v = blank_qkv(dtype=torch.bfloat16, heads=HEADS, head_dim=64)
     sinks = torch.zeros(HEADS)
     with null_kernels():
         out, lse = flash_ext.forward(q, k, v, sinks=sinks)
@@ -176,7 +178,8 @@ def cases() -> list[ModifierCase]:
 @on_modifier_tiles
 def test_gradients_are_those_of_the_reference(target: Target) -> None:
     """Bit by bit the same in a second run, dq where that was asked for; a launch of plain kernels."""
-    for_each(cases(), target, cpu=5)
+    # On the CPU each kind once: it has one kernel for all sizes of heads.
+    for_each(cases() if target.device == "cuda" else cases()[:8:2], target)
 
 
 @on_modifier_tiles

@@ -7,23 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_ext._ops.library import _C
 from tests.cases import Case, dense
 from tests.graphs import capture
 from tests.harness import TARGETS, Target, call_backward, call_forward, choice_of, on_targets, run_case
 from tests.inputs import Inputs, make_inputs
+from tests.kernels.plans import plan_of
 
 ROW = "sm90.bwd.dq_atomic"
 MANY = 10**6  # multiprocessors: every block of keys has one, and nothing is divided
-
-
-def plan(case: Case, backend: str = "sm90", **more) -> dict:
-    left, right = case.effective_window
-    return _C.plan(
-        "bwd", batch=case.batch, num_heads=case.num_heads, num_heads_k=case.num_heads_k,
-        head_dim=case.head_dim, head_dim_v=case.dim_v, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k,
-        window_size_left=left, window_size_right=right, backend=backend, **more,
-    )  # fmt: skip
 
 
 def is_divided(found: dict) -> bool:
@@ -53,18 +44,18 @@ def is_divided(found: dict) -> bool:
     ids=str,
 )  # fmt: skip
 def test_when_blocks_are_divided(pretended_gpu, case: Case, divided: bool) -> None:
-    assert is_divided(plan(case)) == divided
+    assert is_divided(plan_of(case, "sm90")) == divided
 
 
 def test_modes_that_fix_other_orders_divide_nothing(pretended_gpu) -> None:
     case = dense(4, 1024, 1024, 20, 20, 64)
-    assert not is_divided(plan(case, deterministic=True))
+    assert not is_divided(plan_of(case, "sm90", deterministic=True))
     with TARGETS["cpu"].pretending(batch_invariant=1).active():
-        assert not is_divided(plan(case))
+        assert not is_divided(plan_of(case, "sm90"))
 
 
 def test_the_workspace_has_sums_of_each_cta_and_a_word_of_each_block(pretended_gpu) -> None:
-    parts = plan(dense(4, 1024, 1024, 20, 20, 64))["workspace"]
+    parts = plan_of(dense(4, 1024, 1024, 20, 20, 64), "sm90")["workspace"]
     assert parts["stream_k_words"] == 4 * (320 - 132)
     assert parts["stream_k_sums"] == 132 * 2 * 256 * 64 * 4
 
@@ -100,7 +91,7 @@ NUM_SMS, HEAD_DIMS = (2, 3, 7), (40, 64, 96, 128)
 
 def planned(case: Case, num_sms: int) -> dict:
     with TARGETS["cpu"].pretending(num_sms=num_sms).active():
-        return plan(case, choice_of("sm90", row=ROW))
+        return plan_of(case, choice_of("sm90", row=ROW))
 
 
 @pytest.mark.parametrize("num_sms", NUM_SMS)

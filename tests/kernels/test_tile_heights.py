@@ -13,7 +13,7 @@ from tests.harness import Target, on_targets, run_case, run_cases
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.modifier_harness import call
 from tests.modifier_harness import run_case as run_modified
-from tests.qkv import make_qkv, null_kernels
+from tests.qkv import blank_qkv, null_kernels
 
 
 @pytest.mark.parametrize("block_m", [192, 128])
@@ -67,7 +67,7 @@ def test_which_calls_with_modifiers_have_tall_tiles(
 ) -> None:
     """Of few multiprocessors, which lower tiles do not fill better. Maps of blocks as high as the rows of a
     warpgroup are measured in docs/benchmarks.md beside others."""
-    q, k, v = make_qkv(batch=2, seqlen_q=1536, seqlen_k=1536, heads=4, heads_k=4, head_dim=head_dim,
+    q, k, v = blank_qkv(batch=2, seqlen_q=1536, seqlen_k=1536, heads=4, heads_k=4, head_dim=head_dim,
                        dtype=torch.bfloat16)  # fmt: skip
     more = {}
     if "dropout_p" in options:

@@ -3,7 +3,7 @@
 It does not read the kernels: a role is the order of waits, arrivals, reads and writes of the function that
 the docstring of its model names, copied by hand. Whoever changes that order there changes it here as well.
 The models are in protocols_forward.py, protocols_backward.py, protocols_pool.py,
-protocols_split.py, protocols_backward_mod.py, protocols_split_mod.py and protocols_memory.py.
+protocols_split.py, protocols_backward_mod.py and protocols_memory.py.
 
 A role is a generator that yields what it waits for. Clocks of what each role knows to have happened find a
 read or write that nothing orders behind what it needs, in whatever order the roles ran; orders drawn at
@@ -19,6 +19,7 @@ import itertools
 import random
 
 WARPS = 2  # of a warpgroup
+ALL = 2 * WARPS  # of two warpgroups
 CHUNK = 2  # steps
 END = "end"
 
@@ -29,7 +30,8 @@ class Fault(AssertionError):
 
 def join(clock, other):
     for name, stamp in other.items():
-        clock[name] = max(clock.get(name, 0), stamp)
+        if clock.get(name, 0) < stamp:
+            clock[name] = stamp
 
 
 class Barrier:
@@ -236,6 +238,30 @@ class Slots:
 
     def let_go(self, me, n):
         me.arrive(self.empty[n % self.slots])
+
+
+class DsPlaces:
+    """Places for dS, to which every warp writes its part and whose parts a product reads together."""
+
+    def __init__(self, slots):
+        self.slots, self.full = slots, barriers(slots, ALL)
+        self.parts = [cells(f"dS {slot} of", ALL) for slot in range(slots)]
+
+    def ready(self, n):
+        return self.full[n % self.slots], n // self.slots
+
+    def write(self, me, n, who, value, fenced=True):
+        me.write(self.parts[n % self.slots][who], value)
+        if fenced:
+            me.fence()
+        me.arrive(self.full[n % self.slots])
+
+    def begin_dq(self, me, n, value, k, item):
+        """The product with K; what it reads."""
+        for part in self.parts[n % self.slots]:
+            me.begin(part, value)
+        me.begin(k.at(0), ("K", item))
+        return [*self.parts[n % self.slots], k.at(0)]
 
 
 def each_item(me, items_at, use, before=None, at_end=None):

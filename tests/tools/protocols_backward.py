@@ -5,30 +5,73 @@ from __future__ import annotations
 import itertools
 from types import SimpleNamespace
 
-from tests.tools.protocols import END, WARPS, Barrier, Cell, Slots, Turn, barriers, cells, each_item
+from tests.tools.protocols import (
+    ALL,
+    END,
+    WARPS,
+    Barrier,
+    Cell,
+    DsPlaces,
+    Slots,
+    Turn,
+    barriers,
+    cells,
+    each_item,
+)
 from tests.tools.protocols_pool import FINISHERS, Flight, Word, convert_dq
 
-ALL = 2 * WARPS  # warps of both warpgroups
 
+class Items:
+    """Of a CTA: a block and its steps each. `draw` gives their numbers, `others` producers read them."""
 
-class KeyProducers:
-    """The roles of bwd/produce.cuh. An item is a block of keys and its steps, a step a tile of queries,
-    (head, number), and the groups that see it. `draw` gives numbers of items."""
-
-    def __init__(self, m, cta, items, draw, draws, slots, draw_ahead, swap, readers=ALL, others=3):
-        """`others`: producers that read items."""
+    def __init__(self, m, cta, items, draw, draws, others=3):
         self.m, self.cta, self.items, self.draw, self.draws = m, cta, items, draw, draws
-        self.draw_ahead, self.swap, self.loaded = draw_ahead, swap, 0
-        self.k, self.v = Slots("K", 1, readers), Slots("V", 1, readers)
-        self.q, self.dout = Slots("Q", slots, ALL, full=2), Slots("dO", slots, ALL)
-        self.stats_at, self.item, self.ending = (
-            cells("stats", slots),
-            Slots("item", 2, ALL + others),
-            Barrier(1),
-        )
+        self.item, self.ending = Slots("item", 2, ALL + others), Barrier(1)
 
     def role(self, name, body, *args):
         self.m.role(f"{self.cta}: {name}", body, *args)
+
+    def schedule(self, me, load=None, others=None):
+        """`load`: of an item. `others`: what items wait for beside a place."""
+        place = 0
+        while (n := next(self.draw, None)) is not None:
+            yield self.item.left(place)
+            if others:
+                yield from others.wait_before(n)
+            self.item.fill(me, place, n)
+            if not self.items[n][1]:
+                me.arrive(self.ending)
+            if load:
+                yield from load(me, n)
+            if self.draws:
+                yield self.ending, place
+            place += 1
+        yield from self.item.put(me, place, END)
+
+    def load_steps(self, me, ring, tells=False):
+        """`tells`: that the next item may be drawn."""
+        used = itertools.count()
+
+        def use(n):
+            steps = self.items[n][1]
+            for i in range(len(steps)):
+                yield from ring.load(me, next(used), (n, i))
+                if tells and i == len(steps) - 1:
+                    me.arrive(self.ending)
+
+        yield from each_item(me, self.item, use)
+
+
+class KeyProducers(Items):
+    """The roles of bwd/produce.cuh. An item is a block of keys and its steps, a step a tile of queries,
+    (head, number), and the groups that see it."""
+
+    def __init__(self, m, cta, items, draw, draws, slots, draw_ahead, swap, readers=ALL, others=3):
+        super().__init__(m, cta, items, draw, draws, others)
+        self.draw_ahead, self.swap, self.loaded = draw_ahead, swap, 0
+        self.k, self.v = Slots("K", 1, readers), Slots("V", 1, readers)
+        self.q, self.dout = Slots("Q", slots, ALL, full=2), Slots("dO", slots, ALL)
+        self.stats_at = cells("stats", slots)
 
     def keys(self, n):
         """Where K and V of the n-th item with steps are."""
@@ -40,23 +83,6 @@ class KeyProducers:
             yield from k.load(me, self.loaded, ("K", n))
             yield from v.load(me, self.loaded, ("V", n))
             self.loaded += 1
-
-    def schedule_keys(self, me, loads_keys=False, others=None):
-        """`others`: what items wait for beside a place."""
-        place = 0
-        while (n := next(self.draw, None)) is not None:
-            yield self.item.left(place)
-            if others:
-                yield from others.wait_before(n)
-            self.item.fill(me, place, n)
-            if not self.items[n][1]:
-                me.arrive(self.ending)
-            if loads_keys:
-                yield from self.load_keys_of(me, n)
-            if self.draws:
-                yield self.ending, place
-            place += 1
-        yield from self.item.put(me, place, END)
 
     def load_keys(self, me):
         yield from each_item(me, self.item, lambda n: self.load_keys_of(me, n))
@@ -77,15 +103,6 @@ class KeyProducers:
                     yield from self.dout.load(me, at, (n, i))
                 if len(steps) - i == min(self.draw_ahead, len(steps)):
                     me.arrive(self.ending)
-
-        yield from each_item(me, self.item, use)
-
-    def load_douts(self, me):
-        used = itertools.count()
-
-        def use(n):
-            for i in range(len(self.items[n][1])):
-                yield from self.dout.load(me, next(used), (n, i))
 
         yield from each_item(me, self.item, use)
 
@@ -116,7 +133,7 @@ def backward(
             stages = 2 if apart else 1
             dq = [Slots("dQ", 1, 1, full=ALL // stages) for _ in range(stages)]
             order = SimpleNamespace(turns=turns, dq_at=dq_at, dq=dq, stage_at=cells("stage", ALL))
-        x.role("scheduler", x.schedule_keys, True, ring or sums)
+        x.role("scheduler", x.schedule, x.load_keys_of, ring or sums)
         x.role("Q", x.load_queries, makes_dq and (apart or not ordered))
         added = barriers(2, ALL)
         if ring:
@@ -124,13 +141,15 @@ def backward(
                 x.role(f"dq {which}", convert_dq, x, ring, added, which)
         elif ordered:
             x.role("turns 0", pass_dq_semaphores, x, order, 0)
-            x.role("turns 1", pass_dq_semaphores, x, order, 1) if apart else x.role("dO", x.load_douts)
+            x.role("turns 1", pass_dq_semaphores, x, order, 1) if apart else x.role(
+                "dO", x.load_steps, x.dout
+            )
         elif stores:
             pass
         elif makes_dq:
             x.role("nobody", lambda me, x: each_item(me, x.item, lambda n: ()), x)
         else:
-            x.role("dO", x.load_douts)
+            x.role("dO", x.load_steps, x.dout)
         adds = RingAdder(x, ring, added) if ring else None
         consume = (
             consume_independent(x, order, adds, stores, sums)
@@ -253,9 +272,7 @@ def pass_dq_semaphores(me, x, order, group):
 
 
 def consume_cooperative(x, order, ring=None, makes_dq=True, sums=None):
-    ds_stages = 2 if x.m.plant == "two places for dS" else 3
-    ds_full = barriers(ds_stages, ALL)
-    ds_at = [cells(f"dS {slot} of", ALL) for slot in range(ds_stages)]
+    ds = DsPlaces(2 if x.m.plant == "two places for dS" else 3)
 
     def body(me, group, warp):
         who, now = group * WARPS + warp, SimpleNamespace(steps=0, items=0, added=0, place=-1)
@@ -277,15 +294,6 @@ def consume_cooperative(x, order, ring=None, makes_dq=True, sums=None):
             me.finish(x.q.at(at), k.at(0))
             me.read(x.stats_at[at % x.q.slots], (n, i))
             me.finish(x.dout.at(at), v.at(0))
-
-        def wait_for_ds_before():
-            yield ds_full[(now.steps - 1) % ds_stages], (now.steps - 1) // ds_stages
-
-        def issue_dq_before(n, i, k):
-            for cell in ds_at[(now.steps - 1) % ds_stages]:
-                me.begin(cell, (n, i))
-            me.begin(k.at(0), ("K", n))
-            return [*ds_at[(now.steps - 1) % ds_stages], k.at(0)]
 
         def add_dq_before(n, i):
             if order:
@@ -328,13 +336,10 @@ def consume_cooperative(x, order, ring=None, makes_dq=True, sums=None):
                         k.let_go(me, now.items)
                 if makes_dq:
                     if i > 0:
-                        yield from wait_for_ds_before()
-                    me.write(ds_at[at % ds_stages][who], (n, i))
-                    if x.m.plant != "dS without a fence":
-                        me.fence()
-                    me.arrive(ds_full[at % ds_stages])
+                        yield ds.ready(at - 1)
+                    ds.write(me, at, who, (n, i), fenced=x.m.plant != "dS without a fence")
                 me.begin(x.dout.at(at), (n, i))
-                used = issue_dq_before(n, i - 1, k) if makes_dq and i > 0 else []
+                used = ds.begin_dq(me, at - 1, (n, i - 1), k, n) if makes_dq and i > 0 else []
                 me.begin(x.q.at(at), (n, i))
                 me.finish(x.dout.at(at), *used)
                 yield from add_dq_before(n, i - 1) if makes_dq and i > 0 else settle()
@@ -349,8 +354,8 @@ def consume_cooperative(x, order, ring=None, makes_dq=True, sums=None):
             if not makes_dq:
                 now.items += 1
                 return
-            yield from wait_for_ds_before()
-            used = issue_dq_before(n, count - 1, k)
+            yield ds.ready(now.steps - 1)
+            used = ds.begin_dq(me, now.steps - 1, (n, count - 1), k, n)
             if order:
                 yield order.dq[0].left(now.added)
                 me.write(order.stage_at[who], "gradients")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 from types import SimpleNamespace
 
-from tests.tools.protocols import CHUNK, END, WARPS, Barrier, Slots, barriers, cells, each_item
-
-ALL = 2 * WARPS  # warps of both warpgroups
+from tests.tools.protocols import ALL, CHUNK, END, WARPS, Barrier, DsPlaces, Slots, barriers, cells, each_item
 
 
 class Marks:
@@ -80,6 +78,28 @@ class ModProducers:
 
         yield from each_item(me, self.item, of_item)
 
+    def query_loader(self, me, drops, fresh):
+        """Of Q, its statistics and its step; of the keys of dropout to so many places after another head."""
+        now = SimpleNamespace(steps=0, stale=0, head=None)
+        slots = self.q.slots
+
+        def load(step, is_ending):
+            at, (n, _, head) = now.steps, step
+            yield from self.q.load(me, at, step)
+            if now.head != (n, head):
+                now.stale, now.head = fresh, (n, head)
+            me.copy(self.q.full[at % slots], self.stats_at[at % slots], step)
+            me.write(self.step_at[at % len(self.step_at)], step)
+            if drops and now.stale > 0:
+                me.write(self.drop_at[at % slots], head)
+            me.arrive(self.q.full[at % slots])
+            if is_ending:
+                me.arrive(self.ending)
+            now.stale -= 1
+            now.steps += 1
+
+        return load
+
     def start(self, loader):
         self.m.role("scheduler", self.schedule)
         for number in range(3):
@@ -101,34 +121,20 @@ def backward_mod(
     leave a second mark for every step. Of two places for dS a warp waits for its own."""
     x = ModProducers(m, items, mark_slots, ALL, draws, draw_ahead=6)
     places = Slots("first place of keys", 1, ALL), Slots("second place", 1, ALL)
-    q, dout = Slots("Q", slots, ALL, full=3), Slots("dO", slots, ALL)
+    q, dout = x.q, x.dout = Slots("Q", slots, ALL, full=3), Slots("dO", slots, ALL)
     tile_of_bias = Slots("bias", 1, ALL)
-    stats_at, step_at = cells("stats", slots), cells("step", 2 * slots)
-    drop_at = cells("keys of dropout", slots)
-    ds_full, ds_empty = barriers(ds_places, ALL), barriers(ds_places, ALL)
-    ds_at = [cells(f"dS {slot} of", ALL) for slot in range(ds_places)]
+    x.stats_at, x.step_at = cells("stats", slots), cells("step", 2 * slots)
+    x.drop_at = cells("keys of dropout", slots)
+    ds, ds_empty = DsPlaces(ds_places), barriers(ds_places, ALL)
     pairs, drawn_at = barriers(WARPS, 2), [cells(f"draws {slot} for", ALL) for slot in range(2)]
 
     def loader(me, number):
-        marks, now = Marks(me, x.marks), SimpleNamespace(items=0, steps=0, stale=0, head=None)
+        marks, now = Marks(me, x.marks), SimpleNamespace(items=0, steps=0)
+        load_query = x.query_loader(me, consumers_draw, slots)
 
         def leave(step, is_tested):
             for which in ["visible"] * is_tested + ["dropped"] * loaders_draw:
                 yield from marks.leave(number, (which, *step))
-
-        def load_query(step, is_ending):
-            at, head = now.steps, step[2]
-            yield from q.load(me, at, step)
-            if now.head != head:
-                now.stale, now.head = slots, head
-            me.copy(q.full[at % slots], stats_at[at % slots], step)
-            me.write(step_at[at % (2 * slots)], step)
-            if consumers_draw and now.stale > 0:
-                me.write(drop_at[at % slots], head)
-            me.arrive(q.full[at % slots])
-            if is_ending:
-                me.arrive(x.ending)
-            now.stale -= 1
 
         def load(step, is_ending):
             if number == 1:
@@ -140,7 +146,6 @@ def backward_mod(
             now.steps += 1
 
         def begin(n):
-            now.head = None
             if number == 0:
                 yield from places[now.items % 2].load(me, now.items, ("K", n))
                 yield from places[1 - now.items % 2].load(me, now.items, ("V", n))
@@ -161,19 +166,10 @@ def backward_mod(
         marks = Marks(me, x.marks)
 
         def step_of(n):
-            return step_at[n % (2 * slots)]
-
-        def wait_for_ds_before():
-            yield ds_full[(now.steps - 1) % ds_places], (now.steps - 1) // ds_places
-
-        def issue_dq_before(k, step):
-            for cell in ds_at[(now.steps - 1) % ds_places]:
-                me.begin(cell, step)
-            me.begin(k.at(0), ("K", step[0]))
-            return [*ds_at[(now.steps - 1) % ds_places], k.at(0)]
+            return x.step_at[n % (2 * slots)]
 
         def draw_dropped(head):
-            me.read(drop_at[now.steps % slots], head)
+            me.read(x.drop_at[now.steps % slots], head)
             drawn = drawn_at[now.steps % 2]
             me.write(drawn[who ^ 1], now.steps)
             yield from me.sync(pairs[who // 2])
@@ -200,18 +196,16 @@ def backward_mod(
             me.finish(dout.at(at), v.at(0))
             if loaders_draw:
                 yield from marks.take(("dropped", *step))
-            me.read(stats_at[at % slots], step)
+            me.read(x.stats_at[at % slots], step)
             if ds_places > 2:
-                yield from wait_for_ds_before()
+                yield ds.ready(at - 1)
             elif m.plant != "the place of dS is not waited for":
                 yield ds_empty[at % 2], (at + 1) // 2 - 1
-            me.write(ds_at[at % ds_places][who], step)
-            me.fence()
-            me.arrive(ds_full[at % ds_places])
+            ds.write(me, at, who, step)
             if ds_places == 2:
-                yield from wait_for_ds_before()
+                yield ds.ready(at - 1)
             me.begin(dout.at(at), step)
-            used = issue_dq_before(k, before) if before else []
+            used = ds.begin_dq(me, at - 1, before, k, before[0]) if before else []
             me.begin(q.at(at), step)
             me.finish(dout.at(at), *used)
             if ds_places == 2:
@@ -233,8 +227,8 @@ def backward_mod(
                 yield from one_step(k, v, (n, i, head), before, is_tested)
                 before = (n, i, head)
             v.let_go(me, now.items)
-            yield from wait_for_ds_before()
-            me.finish(*issue_dq_before(k, before))
+            yield ds.ready(now.steps - 1)
+            me.finish(*ds.begin_dq(me, now.steps - 1, before, k, before[0]))
             k.let_go(me, now.items)
             me.read(step_of(now.steps - 1), before)
             now.items += 1

@@ -34,21 +34,22 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=Fals
         item.fill(me, found, END)
         q.fill(me, found, END)
 
-    def loader(me):
+    def loader(me, load, tells):
+        """K of a tile, then V of the one before; `tells` that the next item may be drawn."""
         used = place = 0
         v = None
         while (n := (yield from item.take(me, place))) != END:
             for left in range(len(items[n]), 0, -1):
-                if left == min(3, len(items[n])):
+                if tells and left == min(3, len(items[n])):
                     me.arrive(ending)
                 for what in (("K", n, left), v) if v else (("K", n, left),):
-                    yield from kv.load(me, used, what)
+                    yield from load(me, used, what)
                     used += 1
                 v = ("V", n, left)
             me.read(item.at(place), n)
             place += 1
         if v:
-            yield from kv.load(me, used, v)
+            yield from load(me, used, v)
 
     def loader_of(what):
         def role(me):
@@ -71,20 +72,9 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=Fals
 
         return role
 
-    def factor_loader(me):
-        used = place = 0
-        v = None
-        while (n := (yield from item.take(me, place))) != END:
-            for left in range(len(items[n]), 0, -1):
-                for what in (("K", n, left), v) if v else (("K", n, left),):
-                    yield raw.left(used)
-                    me.copy(factors.full[used % raw_stages], factors.at(used), what)
-                    used += 1
-                v = ("V", n, left)
-            place += 1
-        if v:
-            yield raw.left(used)
-            me.copy(factors.full[used % raw_stages], factors.at(used), v)
+    def load_factors(me, used, what):
+        yield raw.left(used)
+        me.copy(factors.full[used % raw_stages], factors.at(used), what)
 
     def converter(me, warp):
         used = place = 0
@@ -209,9 +199,9 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=Fals
         m.role("loader of K", loader_of("K"))
         m.role("loader of V", loader_of("V"))
     else:
-        m.role("loader", loader)
+        m.role("loader", loader, kv.load, True)
     if raw_stages:
-        m.role("loader of factors", factor_loader)
+        m.role("loader of factors", loader, load_factors, False)
         for warp in range(WARPS):
             m.role(f"converter {warp}", converter, warp)
     m.warps(groups, consumer)

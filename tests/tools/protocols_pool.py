@@ -4,6 +4,7 @@ additions, words of global memory, the warps that make dq. Who adds is in protoc
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 from tests.tools.protocols import END, Fault, barriers, join
 
@@ -93,6 +94,7 @@ class Ring:
         self.added = [Word() for _ in range(self.rounds)]
         self.given_back = [Word() for _ in range(self.rounds)]
         self.per_round = round_heads * tiles_per_head
+        self.items_of = Counter(self.round_of(head) for head, _ in items)
         self.at = {
             key: Accumulator(f"dQ {key}")
             for key in itertools.product(range(places), range(round_heads), range(tiles_per_head))
@@ -110,9 +112,6 @@ class Ring:
 
     def turn_of(self, head):
         return self.round_of(head) // self.places
-
-    def items_of(self, r):
-        return sum(self.round_of(head) == r for head, _ in self.items)
 
     def wait_before(self, n):
         before = self.round_of(self.items[n][0]) - self.places
@@ -165,9 +164,10 @@ def convert_dq(me, x, ring, added, which):
         return x.item.at(at).value == END or added[at % 2].passed(at // 2)
 
     def can_convert():
-        return tile is not None and ring.added[ring.round_of(tile[0])].passed(
-            ring.items_of(ring.round_of(tile[0]))
-        )
+        if tile is None:
+            return False
+        r = ring.round_of(tile[0])
+        return ring.added[r].passed(ring.items_of[r])
 
     def convert(head, t):
         nonlocal pieces

@@ -7,8 +7,8 @@ from __future__ import annotations
 import itertools
 from types import SimpleNamespace
 
-from tests.tools.protocols import END, WARPS, Barrier, Slots, cells, each_item
-from tests.tools.protocols_backward import ALL, KeyProducers
+from tests.tools.protocols import ALL, END, WARPS, Slots, cells, each_item
+from tests.tools.protocols_backward import Items, KeyProducers
 from tests.tools.protocols_backward_mod import Marks, ModProducers
 
 MARK_SLOTS, DRAW_AHEAD = 2, 3
@@ -214,9 +214,9 @@ def start_dkdv(m, x, role, slots, weight_stages=1, all_held=False, drops=False):
 def split_dkdv(m, items, slots=3, weight_stages=1, all_held=False, draws=False):
     """schedule_work() of bwd/produce.cuh and load_dkdv_steps() of bwd_split/produce.cuh, plain."""
     x = KeyProducers(m, 0, items, iter(range(len(items))), draws, slots, 1, swap=False, readers=WARPS)
-    roles = dict(scheduler=x.schedule_keys, keys=x.load_keys, queries=x.load_queries, douts=x.load_douts)
-    for name, body in roles.items():
+    for name, body in dict(scheduler=x.schedule, keys=x.load_keys, queries=x.load_queries).items():
         x.role(name, body)
+    x.role("douts", x.load_steps, x.dout)
     start_dkdv(m, x, x.role, slots, weight_stages, all_held)
 
 
@@ -228,31 +228,15 @@ def split_mod_dkdv(m, items, slots=3, drops=False, draws=False):
     x.stats_at, x.step_at, x.drop_at = (cells(name, slots) for name in ("stats", "step", "keys of dropout"))
 
     def loader(me, number):
-        marks, now = Marks(me, x.marks), SimpleNamespace(items=0, steps=0, stale=0, head=None)
+        marks, now = Marks(me, x.marks), SimpleNamespace(items=0, steps=0)
+        fresh = 1 if m.plant == "keys of dropout of a head in one slot" else slots
+        load_query = x.query_loader(me, drops, fresh)
 
         def begin(n):
-            now.head = None
             if number == 0:
                 yield from x.k.load(me, now.items, ("K", n))
                 yield from x.v.load(me, now.items, ("V", n))
             now.items += 1
-
-        def load_query(step, is_ending):
-            at, head = now.steps, step[2]
-            full, place = x.q.full[at % slots], at % slots
-            yield x.q.left(at)
-            if drops and head != now.head:
-                now.stale = 1 if m.plant == "keys of dropout of a head in one slot" else slots
-            now.head = head
-            now.stale -= 1
-            if drops and now.stale >= 0:
-                me.write(x.drop_at[place], head)
-            me.copy(full, x.q.at(at), step)
-            me.copy(full, x.stats_at[place], step)
-            me.write(x.step_at[place], step)
-            me.arrive(full)
-            if is_ending:
-                me.arrive(x.ending)
 
         def use(step, is_tested, is_ending):
             if is_tested:
@@ -335,18 +319,9 @@ def rows_of_groups():
 def split_dq(m, items, k_stages=2, v_stages=1, draws=False):
     """schedule_work() of bwd/produce.cuh and load_dq_steps() of bwd_split/produce.cuh, plain. An item is a
     number and its tiles."""
-    x = SimpleNamespace(items=items, item=Slots("item", 2, ALL + 3), ending=Barrier(1))
+    x = Items(m, 0, items, iter(range(len(items))), draws)
     x.q, x.dout = rows_of_groups()
     x.k, x.v = Slots("K", k_stages, ALL), Slots("V", v_stages, ALL)
-
-    def scheduler(me):
-        for n, (_, tiles) in enumerate(items):
-            yield from x.item.put(me, n, n)
-            if not tiles:
-                me.arrive(x.ending)
-            if draws:
-                yield x.ending, n
-        yield from x.item.put(me, len(items), END)
 
     def load_rows(me):
         loaded = itertools.count()
@@ -358,21 +333,10 @@ def split_dq(m, items, k_stages=2, v_stages=1, draws=False):
 
         yield from each_item(me, x.item, use)
 
-    def load_keys(me, tiles, is_v):
-        used = itertools.count()
-
-        def use(n):
-            for i in range(len(items[n][1])):
-                yield from tiles.load(me, next(used), (n, i))
-                if not is_v and i == len(items[n][1]) - 1:
-                    me.arrive(x.ending)
-
-        yield from each_item(me, x.item, use)
-
-    m.role("scheduler", scheduler)
-    m.role("Q and dO", load_rows)
-    m.role("K", load_keys, x.k, False)
-    m.role("V", load_keys, x.v, True)
+    x.role("scheduler", x.schedule)
+    x.role("Q and dO", load_rows)
+    x.role("K", x.load_steps, x.k, True)
+    x.role("V", x.load_steps, x.v)
     start_dq(m, x)
 
 

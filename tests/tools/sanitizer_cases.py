@@ -321,12 +321,15 @@ def run_cached(case: CacheCase, target: Target, from_host: bool = False) -> None
                   angles.sin(), places, *new)
     )  # fmt: skip
     rotary = flash_ext.serving.Rotary(cos, sin, places) if case.rotary else None
-    for softcap in (0.0, 9.0):
+
+    def attend(k: Tensor, v: Tensor, **options) -> None:
         out = flash_ext.attention_varlen(
-            q, k, v, bounds, None, causal=True, softcap=softcap, seqused_k=lengths, block_table=table,
-            backend=target.choice,
-        )  # fmt: skip
-        assert not out.isnan().any(), f"{case}: a result holds NaN"
+            q, k, v, bounds, None, seqused_k=lengths, block_table=table, backend=target.choice, **options
+        )
+        assert not out.isnan().any(), f"{case}: a result holds NaN, with {', '.join(options)}"
+
+    for softcap in (0.0, 9.0):
+        attend(k, v, causal=True, softcap=softcap)
     # Masks, ids and biases that end before the longest sequence does.
     batch, rows, keys = len(case.counts), max(max(case.counts) - 1, 1), max(case.lengths) - 3
     given = (
@@ -337,28 +340,16 @@ def run_cached(case: CacheCase, target: Target, from_host: bool = False) -> None
     keep, pairs, ids, ids_k, bias = (exact(t, target.device) for t in given)
     values = flash_ext.masks
     for mask in (values.KeyMask(keep), values.Dense(pairs) & values.Documents(ids, ids_k)):
-        out = flash_ext.attention_varlen(
-            q, k, v, bounds, None, mask=mask, bias=bias, seqused_k=lengths, block_table=table,
-            backend=target.choice,
-        )  # fmt: skip
-        assert not out.isnan().any(), f"{case}: a result with a mask holds NaN"
+        attend(k, v, mask=mask, bias=bias)
     if max(case.counts) <= 64:
         words = exact(torch.randint(-(2**63), 2**63 - 1, (sum(case.counts),), device=made_on), target.device)
-        out = flash_ext.attention_varlen(
-            q, k, v, bounds, None, mask=flash_ext.masks.TokenTree(words), seqused_k=lengths,
-            block_table=table, backend=target.choice,
-        )  # fmt: skip
-        assert not out.isnan().any(), f"{case}: a tree's result holds NaN"
+        attend(k, v, mask=values.TokenTree(words))
     if case.head_dim % 16 == 0:
         for dtype, factors in ((torch.float8_e4m3fn, "slots"), (torch.int8, "sequences")):
             narrow, descales = in_bytes(cache, dtype, factors)
             k8, v8 = (exact(x.view(torch.uint8), target.device).view(dtype) for x in (narrow.k, narrow.v))
             of_k, of_v = (exact(x, target.device) for x in descales.values())
-            out = flash_ext.attention_varlen(
-                q, k8, v8, bounds, None, causal=True, seqused_k=lengths, block_table=table, k_descale=of_k,
-                v_descale=of_v, backend=target.choice,
-            )  # fmt: skip
-            assert not out.isnan().any(), f"{case}: a result over {dtype} holds NaN"
+            attend(k8, v8, causal=True, k_descale=of_k, v_descale=of_v)
             given = (of_k, of_v) if factors == "slots" else (None, None)
             flash_ext.serving.append_kv(k_new, v_new, k8, v8, slots, rotary, *given)
     flash_ext.serving.append_kv(k_new, v_new, k, v, slots, rotary)

@@ -31,30 +31,33 @@ from tests.conftest import *
 """
 
 
-def run_toys(folder: Path, toys: str, *options: str) -> subprocess.CompletedProcess:
+# Whatever plugins are installed are imported otherwise, by every process.
+FEW_PLUGINS = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
+def begin_toys(folder: Path, toys: str, *options: str) -> subprocess.Popen:
     (folder / "conftest.py").write_text(PRETENDED_GPU)
     (folder / "test_toy.py").write_text(textwrap.dedent(toys))
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--rootdir", str(folder)]
-    command += [*options, str(folder)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.Popen(
+        [*command, *options, str(folder)], cwd=folder, env=FEW_PLUGINS, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+ENDLESS = """
+    import os, time
+    def test_quick(): pass
+    def test_endless():
+        print("waiting", file=os.fdopen(os.dup(2), "w"), flush=True)
+        time.sleep(60)
+    def test_later(): pass
+    """
 
 
 def test_a_terminated_run_says_what_it_did(tmp_path: Path):
     """A time limit sends SIGTERM: the summary, with the seed and the seconds of each file, still comes."""
-    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
-    (tmp_path / "test_slow.py").write_text(
-        "import os, time\n"
-        "def test_quick(): pass\n"
-        "def test_endless():\n"
-        "    print('waiting', file=os.fdopen(os.dup(2), 'w'), flush=True)\n"
-        "    time.sleep(60)\n"
-        "def test_later(): pass\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as run:
+    with begin_toys(tmp_path, ENDLESS, "-s") as run:
         assert "waiting" in run.stderr.readline()
         run.send_signal(signal.SIGTERM)
         out, _ = run.communicate(timeout=60)
@@ -109,18 +112,19 @@ def test_turns_of_three_processes_and_what_ends_one(tmp_path: Path):
     pytest.importorskip("xdist")
     pytest.importorskip("pytest_timeout")
     log = tmp_path / "log"
-    several = ["-n", "3", "--dist", "loadgroup", "-o", "faulthandler_timeout=1"]
-    done = run_toys(tmp_path, TOYS.format(log=str(log)), *several)
-    assert "INTERNALERROR" not in done.stdout and done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
-    assert re.search("3 failed, 19 passed, [0-3] skipped", done.stdout), done.stdout
-    failures = done.stdout[done.stdout.index("= FAILURES =") :]
+    several = ["-p", "xdist", "-p", "pytest_timeout", "-n", "3", "--dist", "loadgroup"]
+    run = begin_toys(tmp_path, TOYS.format(log=str(log)), *several, "-o", "faulthandler_timeout=1")
+    out, errors = run.communicate(timeout=300)
+    assert "INTERNALERROR" not in out and run.returncode == pytest.ExitCode.TESTS_FAILED, out
+    assert re.search("3 failed, 19 passed, [0-3] skipped", out), out
+    failures = out[out.index("= FAILURES =") :]
     for name, words in {
         "test_hangs": "the line that repeats a hang",
         "test_crashes": "the line that repeats a crash",
         "test_loses_its_context": "CUDA context lost in\nthe line that repeats a loss",
     }.items():
         assert f"FAILED test_toy.py::{name}" in failures and words in failures, failures
-    assert "in test_hangs" in done.stderr  # its stack
+    assert "in test_hangs" in errors  # its stack
     times = [(name, float(a), float(b)) for name, a, b in map(str.split, log.read_text().splitlines())]
     alone, tiles, shared = (
         [t[1:] for t in times if t[0] == name] for name in ("alone", "small-tiles", "shared")
@@ -192,12 +196,20 @@ def test_no_test_is_lost_when_processes_end(tmp_path: Path):
         assert sorted(done) == list(range(len(tests)))
 
 
+# Collects every module, whose marks are strict, but makes no tests of what it finds there.
+IMPORT_ALL = """
+import sys
+sys.modules.update(dict.fromkeys(("matplotlib", "ninja", "rich", "transformers", "xdist", "pytest_timeout")))
+import pytest
+class NoTests:
+    def pytest_pycollect_makeitem(self):
+        return []
+sys.exit(pytest.main(["--collect-only", "-q", "--assert=plain", "-p", "no:cacheprovider"], [NoTests()]))
+"""
+
+
 def test_what_only_some_tests_need_ends_no_collection():
-    """A python3 that is used as it is may lack it: plugins, whose marks are strict, and whole libraries."""
-    optional = ("matplotlib", "ninja", "rich", "transformers", "xdist", "pytest_timeout")
-    program = f"import sys; sys.modules.update(dict.fromkeys({optional}))\nimport pytest\n"
-    program += "sys.exit(pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider']))"
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+    """A python3 that is used as it is may lack it: plugins and whole libraries."""
+    command = [sys.executable, "-c", IMPORT_ALL]
+    done = subprocess.run(command, cwd=ROOT, env=FEW_PLUGINS, capture_output=True, text=True, check=False)
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout[-3000:]

@@ -51,7 +51,7 @@ def test_the_copy_that_is_built(number: int, tmp_path, monkeypatch: pytest.Monke
 
 def test_cases_hold_on_the_cpu_where_nothing_pauses(monkeypatch: pytest.MonkeyPatch):
     """Cases of every kind run, and what is compared has the same bits from call to call."""
-    for kind, step in {"small_cases": 30, "few_query_cases": 3, "modifier_cases": 5}.items():
+    for kind, step in {"small_cases": 60, "few_query_cases": 5, "modifier_cases": 9}.items():
         few = getattr(race_delays, kind)()[::step]
         monkeypatch.setattr(race_delays, kind, lambda few=few: few)
     names, runs = [], race_delays.runs

@@ -17,13 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import flash_ext
 from flash_ext import AuxRequest
 from tests.api.test_ops import check_tracing
+from tests.attention.calls import normal
 from tests.cases import dense, packed
 from tests.harness import Target, on_gpu_paths, on_paths
 from tests.inputs import make_inputs
-
-
-def normal(target: Target, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device=target.device).to(dtype)
 
 
 def qkv(target: Target, *, sq: int = 65, sk: int = 65, h: int = 4, h_k: int = 2, d: int = 64) -> list[Tensor]:

@@ -42,7 +42,7 @@ def bias_cases() -> list[ModifierCase]:
 @on_modifier_tiles
 def test_gradient_of_every_broadcast(target: Target) -> None:
     """The gradient of a bias is the sum over its broadcast dimensions, whichever they are."""
-    for_each(bias_cases(), target, cpu=10)
+    for_each(bias_cases(), target, cpu=8)
 
 
 @on_modifier_paths
@@ -55,7 +55,7 @@ def test_any_strides(target: Target) -> None:
         for name in names
         for seqlen_q, seqlen_k, causal in ((43, 43, True), (130, 171, False))
     ]
-    for_each(mcases, target, cpu=15)
+    for_each(mcases, target, cpu=9)
 
 
 @on_modifier_gpu_paths
@@ -116,7 +116,7 @@ def test_only_a_bias_slopes_or_sinks_ask_for_a_gradient(target: Target) -> None:
     mcases = [ModifierCase(case, (name,), ("mods",)) for case in shapes for name in names]
     mcases += [ModifierCase(case, ("distance40", "alibi", "sinks"), ("mods",)) for case in shapes]
     mcases += [ModifierCase(case, ("bias_1hqk", "alibi", "sinks", "softcap5"), ("mods",)) for case in shapes]
-    for_each(mcases, target, cpu=12)
+    for_each(mcases, target, cpu=8)
 
 
 @on_modifier_paths
@@ -146,7 +146,7 @@ def test_masks_by_query_head_for_every_group(target: Target) -> None:
             ("blocks16x16_bh", "sinks"),
         )
     ]  # fmt: skip
-    for_each(mcases, target, cpu=12)
+    for_each(mcases, target, cpu=8)
 
 
 @on_modifier_paths
@@ -157,7 +157,7 @@ def test_order_of_operations(target: Target) -> None:
         ModifierCase(dense(2, 90, 130, 4, 2, 64, data="large", seed=7), tuple(itertools.compress(parts, on)))
         for on in itertools.product((False, True), repeat=len(parts))
     ]  # fmt: skip
-    for_each(mcases, target, cpu=16)
+    for_each(mcases, target, cpu=11)
 
 
 @on_modifier_paths
@@ -211,20 +211,15 @@ def test_sinks_and_groups_that_are_no_power_of_two(target: Target) -> None:
     for lens_q, lens_k in (([5, 0, 90], [0, 4, 70]), ([5, 30], [0, 0]), ([70, 3], [2, 140])):
         case = packed(lens_q, lens_k, num_heads=6, causal=True, dlse=True, tail=4)
         mcases.append(ModifierCase(case, ("sinks",)))
-    for_each(mcases, target, cpu=21)
+    for_each(mcases, target, cpu=7)
 
 
 @on_modifier_paths
 def test_small_masks_ten_times(target: Target) -> None:
-    """A (20, 4, 4, 32) mask gives the same bits each time, and so does one of a single row."""
-    for rows in (4, 1):
-        x = make_modifier_inputs(ModifierCase(dense(20, rows, 32, 4, 4, 64), ("mask_bhqk",)), target.device)
-        first = call(x, target)
-        for _ in range(10 if target.device == "cuda" else 3):
-            assert all(torch.equal(a, b) for a, b in zip(first, call(x, target)))
+    """A (20, 4, 4, 32) mask gives the right results each time, and so does one of a single row."""
     mcases = [ModifierCase(dense(20, rows, 32, 4, 4, 64), (f"{kind}_bhqk",)) for rows in (4, 1)
               for kind in ("mask", "bias")]  # fmt: skip
-    for_each(mcases, target)
+    for_each(mcases * (5 if target.device == "cuda" else 1), target)  # each runs it twice
 
 
 @on_modifier_paths
@@ -314,9 +309,10 @@ def test_minus_infinity_hides_a_row_and_the_lowest_number_does_not(
 @on_modifier_tiles
 def test_first_tiles_hidden_by_minus_infinity(target: Target) -> None:
     """The running maximum stays -inf over whole tiles, for some rows for all of them."""
+    rows = 130 if target.device == "cuda" else 15
     mcases = [
         ModifierCase(
-            dense(2, 130, 512, 4, 2, head_dim, causal=causal, dtype=dtype), (f"bias_{dims}_inf{f32}",)
+            dense(2, rows, 512, 4, 2, head_dim, causal=causal, dtype=dtype), (f"bias_{dims}_inf{f32}",)
         )
         for head_dim, dtype in ((64, "fp16"), (128, "bf16"), (256, "bf16"))
         for causal in (False, True)
@@ -336,7 +332,7 @@ def test_softcap_of_every_size(target: Target) -> None:
         for scale in (None, 5000.0)
         for dtype in ("fp16", "bf16")
     ]  # fmt: skip
-    for_each(mcases, target, cpu=12)
+    for_each(mcases, target, cpu=8)
     x = make_modifier_inputs(ModifierCase(dense(2, 100, 140, 4, 2, 64)), target.device)
     off, explicit = call(x, target), call(x, target, softcap=float("0"))
     assert all(torch.equal(a, b) for a, b in zip(off, explicit))
@@ -359,7 +355,7 @@ def test_unusual_scales_beside_every_modifier(target: Target) -> None:
         for scale, causal in ((0.0, False), (-0.125, True), (-0.125, False), (1e-30, True))
         for head_dim, dtype in ((64, "bf16"), (128, "fp16"))
     ]  # fmt: skip
-    for_each(mcases, target, cpu=24)
+    for_each(mcases, target, cpu=12)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -426,7 +422,7 @@ def changes(mcase: ModifierCase, target: Target, repeats: int) -> dict[str, int]
 @on_modifier_paths
 def test_a_thousand_repeats_of_every_gradient_give_the_same_bits(target: Target, name: str) -> None:
     """All results, the gradients of bias, slopes and sinks and dq in the deterministic mode."""
-    repeats = 1000 if target.device == "cuda" else 2
+    repeats = 1000 if target.device == "cuda" else 1
     assert changes(ModifierCase(REPEATED[name], (name,)), target, repeats) == {}
 
 
@@ -450,7 +446,7 @@ def test_a_thousand_repeats_of_every_modifier_give_the_same_bits(target: Target,
             changed = changes(mcase, target, 1000 if target.device == "cuda" else 1)
             assert changed == {}, f"16-bit words that changed: {changed}"
 
-    for_each(in_every_size(head_dim), target, run, cpu=3)
+    for_each(in_every_size(head_dim), target, run, cpu=2)
 
 
 def test_a_repeat_that_changes_a_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,10 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import AuxRequest
+from tests.attention.calls import results
 from tests.cases import Case, dense, packed
 from tests.harness import (
     Target,
-    call_backward,
-    call_forward,
     choice_of,
     on_gpu_paths,
     on_paths,
@@ -40,11 +39,6 @@ REPEATED = {
     "hd96": dense(1, 260, 260, 4, 2, 96, deterministic=True),
     "hd192": dense(1, 260, 260, 4, 4, 192, causal=True, deterministic=True),
 }  # fmt: skip
-
-
-def results(x: Inputs, target: Target) -> list[Tensor]:
-    out, lse = call_forward(x, target)
-    return [out, lse, *call_backward(x, out, lse, target)]
 
 
 def count_differences(x: Inputs, target: Target, expected: list[Tensor], repeats: int) -> Tensor:

@@ -30,8 +30,8 @@ GIB = 1 << 30
 @pytest.fixture(autouse=True)
 def _give_memory_back():
     """These tests need most of the GPU: nothing cached before them, and nothing left behind."""
-    gc.collect()
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
     yield
     if torch.cuda.is_available():

@@ -100,7 +100,7 @@ def test_any_values_are_followed_or_refused(device: str) -> None:
     """Against the lists read one entry after another on the host."""
     generator = torch.Generator().manual_seed(0)
     refused = 0
-    for _ in range(60):
+    for _ in range(30):
         lists, fine = [], True
         for _ in range(2):
             counts = torch.randint(-1 if torch.rand((), generator=generator) < 0.1 else 0, COLUMNS + 1,
@@ -125,7 +125,7 @@ def test_any_values_are_followed_or_refused(device: str) -> None:
                     place = slice(row * SIZE, (row + 1) * SIZE), slice(column * SIZE, (column + 1) * SIZE)
                     seen[place] |= expected("cpu")[place] if cut else True
         assert torch.equal(masked(flash_ext.masks.BlockMask.from_torch(given)).cpu(), seen)
-    assert 5 < refused < 55
+    assert 3 < refused < 27
 
 
 @pytest.mark.parametrize("attributes, error, words", [

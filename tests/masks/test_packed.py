@@ -120,7 +120,7 @@ def packed_masks(draw, lens_q: list[int], lens_k: list[int]) -> Mask:
 LENGTHS = st.lists(st.integers(0, 24), min_size=3, max_size=3)
 
 
-@settings(max_examples=80, suppress_health_check=SLOW)
+@settings(max_examples=40, suppress_health_check=SLOW)
 @given(st.data())
 def test_packed_calls_do_what_the_mask_of_each_sequence_says(data: st.DataObject) -> None:
     lens_q, lens_k = data.draw(LENGTHS), data.draw(LENGTHS)

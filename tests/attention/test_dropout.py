@@ -135,7 +135,8 @@ def test_seeds_and_offsets_are_64_bits_wide(target: Target) -> None:
     """Read as unsigned: -1 is 2^64 - 1. No half is lost on the way to the kernels."""
     shape = (2, 33, 64, 2, 1)
     seeds, offsets = (0, 1, -1, 2**63 - 1, -(2**63)), (0, 2**32 - 1, 2**32, 2**63 - 1, -1)
-    for pair in itertools.product(seeds, offsets):
+    pairs = list(itertools.product(seeds, offsets))
+    for pair in pairs if target.device == "cuda" else pairs[::2]:
         rng = torch.tensor(pair, device=target.device)
         wanted = defined_mask(rng, 0.5, shape)
         assert torch.equal(forward_mask(rng, 0.5, shape, 64, target.path), wanted), f"out, {pair}"
@@ -239,7 +240,7 @@ def test_short_sequences_and_everything_dropped(target: Target) -> None:
     cases = [dense(2, 1, 1, 4, 2, 64), dense(2, 1, 300, 4, 4, 128), dense(3, 5, 1, 2, 1, 64, causal=True),
              packed([1] * 9, [3] * 9, num_heads_k=1), packed([1, 0, 2], [0, 4, 1])]  # fmt: skip
     mcases = [ModifierCase(case, (f"drop{p}",)) for case in cases for p in (0.5, 1.0, 0.00001)]
-    for_each(mcases, target, cpu=8)
+    for_each(mcases, target, cpu=4)
 
 
 @pytest.mark.caching

@@ -21,7 +21,7 @@ def test_short_run(target: Target, seed: int, tmp_path: Path) -> None:
     seconds, limit = (0, 100) if target.device == "cpu" else (20, 512)
     ledger = tmp_path / "cases.jsonl"
     try:
-        report = fuzz.fuzz(target, seed + 7919, seconds, least=20, limit=limit, jsonl=ledger)
+        report = fuzz.fuzz(target, seed + 7919, seconds, least=12, limit=limit, jsonl=ledger)
     except DeviceLost as lost:
         lose_context(str(lost))
     assert not report.failures, "\n".join(report.failures[:8])

@@ -77,8 +77,8 @@ def test_windows(target: Target) -> None:
     cases = [
         dense(1, sq, sk, 2, 1, 64, window=w) for w in WINDOWS for sq, sk in ((129, 129), (70, 200), (200, 70))
     ]
-    run_probes(target.pick(cases, cpu=7), target)
-    run_cases(target.pick(cases, cpu=7), target)
+    run_probes(target.pick(cases, cpu=5), target)
+    run_cases(target.pick(cases, cpu=5), target)
 
 
 @on_paths

@@ -34,7 +34,7 @@ def test_every_kind_of_data(target: Target) -> None:
         for d in (64, 128)
         for causal in (False, True)
     ]
-    run_cases(target.pick(cases, cpu=35), target)
+    run_cases(target.pick(cases, cpu=21), target)
 
 
 @on_paths

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,9 +13,9 @@ import flash_ext
 from flash_ext import masks
 from flash_ext._masks.lower import terms_for
 from flash_ext._masks.value import Mask, Not, Sizes, _Join
+from tests.masks.test_masks import SLOW
 
 HEADS = 2
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
 def bounds_of(lengths: list[int]) -> list[int]:

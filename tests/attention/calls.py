@@ -39,7 +39,10 @@ def attend(target: Target, q: Tensor, k: Tensor, v: Tensor, *cu: Tensor, **optio
 def differentiate(
     target: Target, tensors: Sequence[Tensor], dout: Tensor | None = None, *cu: Tensor, **options
 ) -> list[Tensor]:
-    """out, lse, dq, dk, dv in the deterministic mode, of copies that keep the strides; dout may be 1."""
+    """out, lse, dq, dk, dv in the deterministic mode, of copies that keep the strides.
+
+    Without ``dout`` the gradients are those of out.sum().
+    """
     leaves = [t.detach().requires_grad_() for t in tensors]
     out, lse = attend(target, *leaves, *cu, **({"deterministic": True} | options))
     dout = torch.ones_like(out) if dout is None else dout

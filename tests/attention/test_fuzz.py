@@ -18,7 +18,7 @@ def test_short_run(target: Target, seed: int, tmp_path: Path) -> None:
     """Another seed than the other lists of cases use, so that the two do not repeat each other."""
     # Small tiles are compiled from PTX where the GPU has large ones, file by file; first cases wait for it,
     # on a busy host longer than 20 s in all.
-    seconds, limit = (0, 100) if target.device == "cpu" else (20, 512)
+    seconds, limit = (0, 70) if target.device == "cpu" else (20, 512)
     ledger = tmp_path / "cases.jsonl"
     try:
         report = fuzz.fuzz(target, seed + 7919, seconds, least=12, limit=limit, jsonl=ledger)

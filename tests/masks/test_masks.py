@@ -160,6 +160,7 @@ def test_block_masks_of_two_sizes(
     a, b = said
     for mask, means in (
         (a.mask & b.mask, a.means & b.means),
+        (a.mask & masks.Dense(b.means), a.means & b.means),
         (a.mask | b.mask, a.means | b.means),
         (~a.mask & b.mask, ~a.means & b.means),
         (~(a.mask | ~b.mask) | a.mask, (~a.means & b.means) | a.means),

@@ -34,7 +34,7 @@ def test_probes_of_every_kernel(target: Target) -> None:
 def test_covering_array(target: Target) -> None:
     """Every three choices of shape, head size, mask, layout, heads, packing, type and mode, together once."""
     cases = covering_cases(3 if target.device == "cuda" else 2)
-    run_cases(target.pick(cases, cpu=17), target)
+    run_cases(target.pick(cases, cpu=13), target)
 
 
 @on_all_tiles

@@ -26,7 +26,7 @@ from tests.modifier_probes import count_probe, mask_probe, needle_probe, sparse_
 def test_every_modifier_alone(target: Target) -> None:
     """With every head size, type, packing, group, window and mode somewhere; gradients of all inputs."""
     mcases = single_cases(LENGTHS if target.device == "cuda" else FEW_TILES)
-    for_each(mcases[::2] if target.switches else mcases, target, cpu=40)
+    for_each(mcases[::2] if target.switches else mcases, target, cpu=30)
 
 
 @on_modifier_tiles

@@ -90,7 +90,7 @@ LISTS: dict[Callable, list[ModifierCase]] = {
 def test_probes_of_every_modifier(target: Target, probe: Callable) -> None:
     """On the CPU by the model that rounds as kernels must: tolerances leave room for 16-bit factors."""
     with model() if target.device == "cpu" else contextlib.nullcontext():
-        for_each(LISTS[probe], target, probe, cpu=5)
+        for_each(LISTS[probe], target, probe, cpu=4)
 
 
 @pytest.mark.parametrize("probe", (probes.weights_probe, probes.shift_probe, probes.dlse_probe),
@@ -134,7 +134,8 @@ def test_every_bug_of_the_model_has_its_probes() -> None:
 def test_a_planted_bug_is_noticed_by_its_probes(bug: str) -> None:
     name, wanted = NOTICED[bug]
     rows = 150 if bug == "dbias_of_last_tile" else 20  # more than a tile of the CPU path
-    mcase = ModifierCase(dense(2, rows, 512, 4, 2, 64, deterministic=True), tuple(name.split(",")))
+    keys = 512 if name == "drop0.5" else 300  # two tiles, and a power of two for whole numbers
+    mcase = ModifierCase(dense(2, rows, keys, 4, 2, 64, deterministic=True), tuple(name.split(",")))
     with CPU.active():
         for probe in (getattr(probes, f"{word}_probe") for word in sorted(wanted)):
             with model():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -93,7 +93,7 @@ class Target:
             for name in switches:
                 _C.set_switch(name, None)
 
-    def pick(self, cases: list[Case], cpu: int) -> list[Case]:
+    def pick(self, cases: list[Any], cpu: int) -> list[Any]:
         """All cases on a GPU; about ``cpu`` of them, evenly spread, where there is none."""
         if self.device == "cuda" or len(cases) <= cpu:
             return cases
@@ -170,23 +170,9 @@ def call_backward(x: Inputs, out: Tensor, lse: Tensor, target: Target) -> tuple[
     """(dq, dk, dv) straight from the operator."""
     case = x.case
     left, right = case.effective_window
-    return torch.ops.flash_ext.bwd(
-        x.dout,
-        x.q,
-        x.k,
-        x.v,
-        out,
-        lse,
-        x.dlse,
-        x.cu_seqlens_q,
-        x.cu_seqlens_k,
-        *x.max_seqlens,
-        case.scale,
-        left,
-        right,
-        case.deterministic,
-        target.choice,
-    )
+    return torch.ops.flash_ext.bwd(x.dout, x.q, x.k, x.v, out, lse, x.dlse, x.cu_seqlens_q, x.cu_seqlens_k,
+                                   *x.max_seqlens, case.scale, left, right, case.deterministic,
+                                   target.choice)  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------
@@ -330,7 +316,7 @@ def _run_case(case: Case, target: Target) -> Results:
                     run["dq"], run["dk"], run["dv"] = call_backward(x, out, lse, target)
                 _check_launch(case, target, "bwd", (x.q, x.k, x.v, x.dout, out))
     assert x.unchanged(), "an input or the memory around it was written"
-    _check_forms(x, results)
+    check_forms(case, results)
     truth = compute_truth(x, case.backward)
     errors = judge(results, repeats, truth, case.deterministic)
     return Results(x, results, truth, errors)
@@ -433,15 +419,21 @@ def _is_aligned(t: Tensor) -> bool:
     return t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in strides)
 
 
-def _check_forms(x: Inputs, results: dict[str, Tensor]) -> None:
-    """Shapes, types and contiguity of the results."""
-    shapes = tensor_shapes(x.case)
+def check_forms(case: Case, results: dict[str, Tensor], leaves: Mapping[str, Tensor] | None = None) -> None:
+    """Shapes and types of the results; contiguity of those that the operators make.
+
+    ``leaves`` have the form of their gradients, by whose names they are known.
+    """
+    shapes, leaves = tensor_shapes(case), leaves or {}
     for name, t in results.items():
-        shape = shapes[name.removeprefix("d")]
-        dtype = torch.float32 if name == "lse" else x.case.torch_dtype
+        is_statistic = name in ("lse", "row_max")
+        shape = shapes["lse" if is_statistic else name.removeprefix("d")] if name not in leaves else None
+        dtype = torch.float32 if is_statistic else case.torch_dtype
+        if (leaf := leaves.get(name)) is not None:
+            shape, dtype = tuple(leaf.shape), leaf.dtype
         assert tuple(t.shape) == shape, f"{name} has shape {tuple(t.shape)}, not {shape}"
         assert t.dtype == dtype, f"{name} is {t.dtype}, not {dtype}"
-        assert t.is_contiguous(), f"{name} has strides {t.stride()}"
+        assert leaf is not None or t.is_contiguous(), f"{name} has strides {t.stride()}"
 
 
 # --------------------------------------------------------------------------------------------------

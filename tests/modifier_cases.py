@@ -439,8 +439,10 @@ SCORES = (
 )  # fmt: skip
 ALL_MODIFIERS = BIASES + DISTANCES + MASKS + STRUCTURE + SCORES
 
+LENGTHS = ((130, 150), (200, 256), (65, 300), (257, 100), (1, 129), (64, 64), (300, 300))
+# For the CPU path, whose tiles have 128 rows and 256 keys.
+FEW_TILES = ((30, 45), (50, 64), (20, 140), (140, 60), (1, 129), (32, 32), (60, 270))
 _SHAPES: dict[str, tuple] = {
-    "seqlens": ((130, 150), (200, 256), (65, 300), (257, 100), (1, 129), (64, 64), (300, 300)),
     "head_dims": ((64, None), (40, None), (96, None), (128, None), (192, 128), (256, None), (64, 72)),
     "mask": ((False, (-1, -1)), (True, (-1, -1)), (False, (40, 9)), (True, (70, -1))),
     "heads": ((2, 2), (4, 2), (3, 1), (8, 1)),
@@ -465,15 +467,15 @@ _PAIRED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def single_cases() -> list[ModifierCase]:
+def single_cases(lengths: tuple = LENGTHS) -> list[ModifierCase]:
     """Each modifier alone, with every length, head size, mask, group, packing, type and mode once."""
-    factors = {"modifier": ALL_MODIFIERS, **_SHAPES}
+    factors = {"modifier": ALL_MODIFIERS, "seqlens": lengths, **_SHAPES}
     return [_from_levels(level, [level["modifier"]], index) for index, level in _levels(factors)]
 
 
-def paired_cases() -> list[ModifierCase]:
+def paired_cases(lengths: tuple = LENGTHS) -> list[ModifierCase]:
     """Every two levels of all modifiers and shapes together at least once."""
-    factors = {**_PAIRED, **_SHAPES}
+    factors = {**_PAIRED, "seqlens": lengths, **_SHAPES}
     return [
         _from_levels(level, [level[name] for name in _PAIRED], index) for index, level in _levels(factors)
     ]

@@ -24,6 +24,7 @@ from tests.harness import (
     TARGETS,
     Target,
     check_done_launches,
+    check_forms,
     check_launch_facts,
     for_each_case,
     kernels_of,
@@ -212,24 +213,8 @@ def run_case(mcase: ModifierCase, target: Target) -> dict[str, Any]:
                     run |= call_and_differentiate(x, target)
         assert x.unchanged(), "an input or the memory around it was written"
         first, second = runs  # the second found poison where its workspace lay
-        _check_forms(x, second)
+        check_forms(mcase.case, second, {GRADIENTS[name]: t for name, t in x.leaves().items()})
         return judge(second, first, compute_modifier_truth(x), mcase.case.deterministic)
-
-
-def _check_forms(x: ModifierInputs, results: dict[str, Tensor]) -> None:
-    """Shapes and types of the results; contiguity of those that the operators make."""
-    case, leaves = x.mcase.case, {GRADIENTS[name]: t for name, t in x.leaves().items()}
-    shapes = tensor_shapes(case)
-    shapes["row_max"] = shapes["lse"]
-    for name, t in results.items():
-        if name in leaves:
-            shape, dtype = tuple(leaves[name].shape), leaves[name].dtype
-        else:
-            shape = shapes[name if name in RESULTS else name.removeprefix("d")]
-            dtype = torch.float32 if name in ("lse", "row_max") else case.torch_dtype
-        assert tuple(t.shape) == shape, f"{name} has shape {tuple(t.shape)}, not {shape}"
-        assert t.dtype == dtype, f"{name} is {t.dtype}, not {dtype}"
-        assert name in leaves or t.is_contiguous(), f"{name} has strides {t.stride()}"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tests.modifier_cases import ModifierCase, ModifierInputs, make_modifier_inp
 from tests.modifier_harness import call, naming
 from tests.modifier_truth import CAP_ERROR, CAP_FINE
 from tests.probes import _assert_moved
+from tests.probes import _check as check
 from tests.reference import _kept, _score_terms, _visible, of_sequence
 
 FP32 = 4e-6  # relative error of a weight by fp32 arithmetic, for scores of size 1; it grows with them
@@ -113,17 +114,6 @@ def flat(x: ModifierInputs, t: Tensor) -> Tensor:
 def flat_statistic(x: ModifierInputs, t: Tensor) -> Tensor:
     """(rows of all sequences, heads) of lse or row_max."""
     return t.T if x.mcase.case.is_packed else t.transpose(1, 2).flatten(0, 1)
-
-
-def check(what: str, wrong: Tensor, got: Tensor, expected: Tensor) -> None:
-    """Fails if ``wrong`` is True anywhere; the tensors give the values for the message."""
-    if wrong.any():
-        index = tuple(wrong.nonzero()[0].tolist())
-        here, wanted = (t.expand_as(wrong)[index].item() for t in (got, expected))
-        raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {wrong.numel()} places are wrong; first at {index}: "
-            f"got {here:.9g}, expected by {wanted}"
-        )
 
 
 def _close(what: str, got: Tensor, expected: Tensor, allowed: Tensor) -> None:

@@ -26,7 +26,7 @@ from tests.reference import (
     of_sequence,
     row_max_reference,
 )
-from tests.truth import UNDERFLOW, UNIT_ROUNDOFF, WEIGHT_FLUSH, Truth, _directions
+from tests.truth import UNDERFLOW, UNIT_ROUNDOFF, WEIGHT_FLUSH, Truth, _directions, distinct
 
 FP32 = 2.0**-22  # a few roundings of fp32
 CAP_ERROR = 4e-7  # of tanh, which a cap multiplies; caps above CAP_FINE are computed to a relative error
@@ -130,7 +130,7 @@ class _Noise:
         return noise, independent
 
     def _independent(self, name: str) -> float:
-        count = max(min(self.counts[name], float(self.value[name].float().unique().numel())), 1.0)
+        count = max(min(self.counts[name], distinct(self.value[name])), 1.0)
         if name in self.by_delta:
             total = float(self.variance[name].sum())
             f = self.by_delta[name] / total if total > 0 else 0.0

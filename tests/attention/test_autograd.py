@@ -12,18 +12,14 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import flash_ext
 from flash_ext import AuxRequest
 from tests.api.test_ops import check_tracing
+from tests.attention.calls import normal
 from tests.cases import dense, packed
 from tests.harness import Target, on_gpu_paths, on_paths
 from tests.inputs import make_inputs
-
-
-def normal(target: Target, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device=target.device).to(dtype)
 
 
 def qkv(target: Target, *, sq: int = 65, sk: int = 65, h: int = 4, h_k: int = 2, d: int = 64) -> list[Tensor]:
@@ -128,26 +124,6 @@ def test_vmap_agrees_with_a_loop(target: Target) -> None:
     call = functools.partial(flash_ext.attention, causal=True, backend=target.path)
     looped = torch.stack([call(*parts) for parts in zip(q, k, v)])
     torch.testing.assert_close(torch.func.vmap(call)(q, k, v), looped, rtol=2.0**-7, atol=1e-3)
-
-
-@on_paths
-def test_checkpointing_recomputes_the_same(target: Target) -> None:
-    tensors, dout = qkv(target), normal(target, 2, 65, 4, 64)
-    grads = []
-    for wrapped in (False, True):
-        leaves = [t.clone().requires_grad_() for t in tensors]
-        call = functools.partial(attend, target, causal=True)
-        out = checkpoint(call, *leaves, use_reentrant=False) if wrapped else call(*leaves)
-        grads.append(torch.autograd.grad(out, leaves, dout))
-    assert all(torch.equal(a, b) for a, b in zip(*grads))
-
-
-@on_paths
-def test_dq_of_the_first_causal_row(target: Target) -> None:
-    """With one visible key the softmax is constant: dq is only what the rounding of delta leaves."""
-    leaves, dout = [t.requires_grad_() for t in qkv(target)], normal(target, 2, 65, 4, 64)
-    (dq,) = torch.autograd.grad(attend(target, *leaves, causal=True), leaves[:1], dout)
-    assert float(dq[:, 0].abs().max()) <= 0.02 * float(dq.abs().max())
 
 
 @on_paths
@@ -257,15 +233,6 @@ def test_misuse_raises_python_errors(target: Target) -> None:
             flash_ext.attention(q, bad, v)
     with pytest.raises(TypeError, match="window_size"):
         flash_ext.attention(q, k, v, window_size=5)
-
-
-@on_paths
-def test_lse_is_the_natural_logarithm(target: Target) -> None:
-    q, k, v = qkv(target, h_k=4)
-    _, (lse, _) = attend(target, q, k, v, return_aux=AuxRequest(lse=True))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 8
-    assert lse.dtype == torch.float32 and lse.shape == (2, 4, 65)
-    torch.testing.assert_close(lse.double(), torch.logsumexp(scores, -1), rtol=0, atol=5e-6)
 
 
 @on_paths

@@ -18,20 +18,14 @@ def test_short_run(target: Target, seed: int, tmp_path: Path) -> None:
     """Another seed than the other lists of cases use, so that the two do not repeat each other."""
     # Small tiles are compiled from PTX where the GPU has large ones, file by file; first cases wait for it,
     # on a busy host longer than 20 s in all.
-    seconds = 2 if target.device == "cpu" else 20
+    seconds, limit = (0, 70) if target.device == "cpu" else (20, 512)
+    ledger = tmp_path / "cases.jsonl"
     try:
-        report = fuzz.fuzz(
-            target,
-            seed + 7919,
-            seconds,
-            least=20,
-            limit=200 if target.device == "cpu" else 512,
-            jsonl=tmp_path / "cases.jsonl",
-        )
+        report = fuzz.fuzz(target, seed + 7919, seconds, least=12, limit=limit, jsonl=ledger)
     except DeviceLost as lost:
         lose_context(str(lost))
     assert not report.failures, "\n".join(report.failures[:8])
-    lines = (tmp_path / "cases.jsonl").read_text().splitlines()
+    lines = ledger.read_text().splitlines()
     assert len(lines) == report.cases > 10
     assert all(json.loads(line)["problem"] == "" for line in lines)
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import AuxRequest, masks
+from flash_ext import masks
 from flash_ext._ops.library import _C
 from tests import probes
+from tests.attention.calls import assert_same, attend, differentiate
+from tests.attention.calls import normal as random_tensor
 from tests.cases import COMPILED_HEAD_DIMS, HEAD_DIMS, dense, packed
 from tests.harness import (
     SMALL_SMEM_BYTES,
@@ -25,43 +27,22 @@ from tests.harness import (
 )
 from tests.qkv import make_qkv, null_kernels
 
-
-def random_tensor(target: Target, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device=target.device).to(dtype)
-
-
-def attend(target: Target, q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
-    out, (lse, _) = flash_ext.attention(
-        q, k, v, return_aux=AuxRequest(lse=True), backend=target.path, **options
-    )
-    return out, lse
-
-
-def gradients(target: Target, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv with a deterministic backward; leaves are detached copies that keep the strides."""
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out, _ = attend(target, *leaves, deterministic=True, **options)
-    return (out.detach(), *torch.autograd.grad(out, leaves, dout))
-
-
-def assert_same_bits(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], what: str = "") -> None:
-    for name, a, b in zip(("out", "dq", "dk", "dv"), got, expected):
-        assert torch.equal(a, b), f"{what} {name}: {int((a != b).sum())} of {a.numel()} elements differ"
-
-
 # ---- layout ----
 
 
 @on_all_tiles
 def test_every_layout_and_head_size(target: Target) -> None:
-    """Transposed, gapped, misaligned, shifted; dense and packed."""
+    """Transposed, gapped, misaligned, shifted; dense and packed. What lies between rows is NaN."""
     cases = []
     for layout in ("bhsd", "sbhd", "gap", "odd", "offset", "packed", "expanded", "singleton"):
-        for head_dim in (40, 64, 100, 128, 256):
-            common = dict(head_dim=head_dim, layout=layout, causal=True, num_heads=4, num_heads_k=2)
-            cases.append(dense(2, 70, 70, **{k: v for k, v in common.items()}))
-            cases.append(packed([70, 0, 5], [70, 3, 5], deterministic=True, **common))
-    run_cases(target.pick(cases, cpu=20), target)
+        for head_dim in (33, 40, 64, 100, 128, 256):
+            common = dict(
+                layout=layout, dout_layout=layout if layout in ("gap", "odd") else "bshd", causal=True
+            )
+            cases.append(dense(2, 70, 70, 4, 2, head_dim, **common))
+            packing = dict(num_heads=4, num_heads_k=2, head_dim=head_dim, deterministic=True)
+            cases.append(packed([70, 0, 5], [70, 3, 5], **packing, **common))
+    run_cases(target.pick(cases, cpu=14), target)
 
 
 @on_paths
@@ -71,7 +52,8 @@ def test_gradients_of_a_packed_projection(target: Target) -> None:
     qkv = random_tensor(target, b, s, (h + 2 * h_k) * d)
     dout = random_tensor(target, b, s, h, d)
     parts = [t.unflatten(-1, (-1, d)) for t in qkv.split([h * d, h_k * d, h_k * d], dim=-1)]
-    expected = gradients(target, *(t.contiguous() for t in parts), dout, causal=True)
+    out, _, *gradients = differentiate(target, [t.contiguous() for t in parts], dout, causal=True)
+    expected = [out, *gradients]
     leaf = qkv.clone().requires_grad_()
     views = [t.unflatten(-1, (-1, d)) for t in leaf.split([h * d, h_k * d, h_k * d], dim=-1)]
     out, _ = attend(target, *views, deterministic=True, causal=True)
@@ -80,28 +62,28 @@ def test_gradients_of_a_packed_projection(target: Target) -> None:
     assert torch.equal(grad, torch.cat([g.flatten(-2) for g in expected[1:]], dim=-1))
 
     three = random_tensor(target, b, s, 3, h, d)
-    expected = gradients(target, *(t.contiguous() for t in three.unbind(2)), dout)
+    expected = differentiate(target, [t.contiguous() for t in three.unbind(2)], dout)
     leaf = three.clone().requires_grad_()
     out, _ = attend(target, *leaf.unbind(2), deterministic=True)
     (grad,) = torch.autograd.grad(out, leaf, dout)
-    assert torch.equal(grad, torch.stack(expected[1:], dim=2))
+    assert torch.equal(grad, torch.stack(expected[2:], dim=2))
 
 
 @on_paths
 def test_strides_of_the_incoming_gradient(target: Target) -> None:
     """The gradient of out.sum() has stride 0 everywhere; others have other strides than out."""
-    q, k, v = (random_tensor(target, 2, 65, 4, 64) for _ in range(3))
-    ones = torch.ones(2, 65, 4, 64, dtype=q.dtype, device=q.device)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    qkv = [random_tensor(target, 2, 65, 4, 64) for _ in range(3)]
+    leaves = [t.clone().requires_grad_() for t in qkv]
     attend(target, *leaves, deterministic=True)[0].sum().backward()
-    assert_same_bits(tuple(t.grad for t in leaves), gradients(target, q, k, v, ones)[1:], "sum")
+    for leaf, grad in zip(leaves, differentiate(target, qkv)[2:]):
+        assert torch.equal(leaf.grad, grad)
     dout = random_tensor(target, 2, 65, 4, 64)
-    wide = torch.full((2, 65, 4, 80), float("nan"), dtype=q.dtype, device=q.device)
+    wide = dout.new_full((2, 65, 4, 80), float("nan"))
     wide[..., :64] = dout
     every_second = torch.stack([dout, dout.new_full(dout.shape, float("nan"))], dim=-1)[..., 0]
-    expected = gradients(target, q, k, v, dout)
+    expected = differentiate(target, qkv, dout)
     for view in (dout.transpose(1, 2).contiguous().transpose(1, 2), wide[..., :64], every_second):
-        assert_same_bits(gradients(target, q, k, v, view), expected, str(view.stride()))
+        assert_same(differentiate(target, qkv, view), expected, str(view.stride()))
 
 
 MODIFIED = "softcap", "key mask", "slopes", "sinks"
@@ -172,7 +154,7 @@ def test_expanded_heads_equal_grouped_heads(target: Target) -> None:
         leaves = [t.clone().requires_grad_() for t in (k, v)]
         out, _ = attend(target, q, *(t.expand(-1, -1, 4, -1) for t in leaves))
         summed = torch.autograd.grad(out, leaves, dout)
-        for got, wanted in zip(summed, gradients(target, q, k, v, dout)[2:]):
+        for got, wanted in zip(summed, differentiate(target, (q, k, v), dout)[3:]):
             # Four rounded gradients and their rounded sum, against one rounding.
             torch.testing.assert_close(got, wanted, rtol=0.03, atol=0.03)
 
@@ -226,43 +208,31 @@ def test_what_tma_does_not_read_may_be_misaligned(target: Target) -> None:
             assert all(torch.equal(a, b) for a, b in zip(got, expected)), f"argument {i}"
 
 
-@on_targets("sm90")
-def test_kernels_are_chosen_in_every_call(target: Target) -> None:
-    """Aligned, misaligned, aligned again, same shape: what TMA cannot read runs in the sm80 kernels."""
+@on_gpu_paths
+def test_alignment_is_looked_at_in_every_call(target: Target) -> None:
+    """Aligned, misaligned, aligned again, same shape: nothing about the first call may be remembered.
+
+    What TMA cannot read runs in the sm80 kernels, of which there are two loaders.
+    """
     q, k, v = (random_tensor(target, 1, 130, 2, 64) for _ in range(3))
     with target.active():
         expected = attend(target, q, k, v)
-        for tensors, path in (((q, k, v), "sm90"), ((shifted(q), k, v), "sm80"), ((q, k, shifted(v)), "sm80"),
-                              ((q, k, v), "sm90")):  # fmt: skip
+        for tensors in ((q, k, v), (shifted(q), k, v), (q, k, shifted(v)), (q, k, v)):
             got = attend(target, *tensors)
-            assert _C.last_launch()["backend"] == path
-            if path == "sm90":
-                assert all(torch.equal(a, b) for a, b in zip(got, expected))
+            aligned, path = tensors[0] is q and tensors[2] is v, _C.last_launch()["backend"]
+            assert _C.last_launch()["aligned"] == aligned
+            assert path == (target.path if aligned else "sm80")
+            if path == target.path:
+                assert_same(got, expected)
             # Two kernels round their weights to bf16 at different multiples: 1.1e-3 between them was seen.
             torch.testing.assert_close(got[0], expected[0], rtol=2.0**-7, atol=3e-3)
             torch.testing.assert_close(got[1], expected[1], rtol=0, atol=1e-5)
 
 
-@on_targets("sm80")  # two loaders of the same kernels
-def test_alignment_is_looked_at_in_every_call(target: Target) -> None:
-    """Aligned, misaligned, aligned again, same shape: nothing about the first call may be remembered."""
-    q, k, v = (random_tensor(target, 1, 130, 2, 64) for _ in range(3))
-    expected = attend(target, q, k, v)
-    with target.active():
-        for tensors, aligned in (
-            ((q, k, v), True),
-            ((shifted(q), k, v), False),
-            ((q, k, shifted(v)), False),
-            ((q, k, v), True),
-        ):
-            got = attend(target, *tensors)
-            assert _C.last_launch()["aligned"] == aligned
-            assert all(torch.equal(a, b) for a, b in zip(got, expected))
-
-
 @on_paths
 def test_strides_beyond_16_bits(target: Target) -> None:
-    run_cases([dense(1, 300, 128, 128, 128, 8, causal=True), dense(1, 8, 8, 1, 1, 8, layout="gap")], target)
+    rows = 300 if target.device == "cuda" else 20
+    run_cases([dense(1, rows, 128, 128, 128, 8, causal=True), dense(1, 8, 8, 1, 1, 8, layout="gap")], target)
     heads = random_tensor(target, 4, 65537, 1, 8)  # rows are 65537 * 8 elements apart
     q = heads.transpose(0, 1)[:8].permute(2, 1, 0, 3)
     assert q.stride(1) > 2**16
@@ -273,7 +243,7 @@ def test_strides_beyond_16_bits(target: Target) -> None:
 def test_one_tensor_for_everything(target: Target) -> None:
     """q, k and v are the same object: its gradient is the sum of three."""
     x, dout = (random_tensor(target, 1, 65, 4, 64) for _ in range(2))
-    out, dq, dk, dv = gradients(target, x.clone(), x.clone(), x.clone(), dout)
+    out, _, dq, dk, dv = differentiate(target, [x.clone() for _ in range(3)], dout)
     leaf = x.clone().requires_grad_()
     same, _ = attend(target, leaf, leaf, leaf, deterministic=True)
     (grad,) = torch.autograd.grad(same, leaf, dout)
@@ -286,7 +256,12 @@ def test_one_tensor_for_everything(target: Target) -> None:
 
 @on_all_tiles
 def test_every_kind_of_head_dim(target: Target) -> None:
-    cases = [dense(2, 257, 257, 4, 2, d, dtype=("bf16", "fp16")[d % 2], causal=d % 3 == 0) for d in HEAD_DIMS]
+    rows = 257 if target.device == "cuda" else 50
+    cases = [
+        dense(2, rows, rows, 4, 2, d, dtype=("bf16", "fp16")[d % 2], causal=d % 3 == 0, deterministic=det)
+        for d in HEAD_DIMS
+        for det in ((False, True) if d in (8, 16) else (False,))
+    ]
     run_cases(target.pick(cases, cpu=8), target)
 
 
@@ -294,7 +269,7 @@ def test_every_kind_of_head_dim(target: Target) -> None:
 def test_values_of_another_head_dim(target: Target) -> None:
     sizes = ((192, 128), (128, 192), (64, 256), (96, 160), (8, 256), (256, 8), (1, 256), (33, 65))
     cases = [dense(2, 100, 130, 4, 2, d, dv, causal=c) for d, dv in sizes for c in (False, True)]
-    run_cases(target.pick(cases, cpu=8), target)
+    run_cases(target.pick(cases, cpu=5), target)
     run_probes(target.pick(cases, cpu=3), target, only=probes.indicator)
 
 
@@ -303,12 +278,6 @@ def test_head_dim_576_is_refused_on_gpus(target: Target) -> None:
     q, v = random_tensor(target, 1, 4, 1, 576), random_tensor(target, 1, 4, 1, 512)
     with pytest.raises(NotImplementedError, match="head_dim"):
         attend(target, q, q, v)
-
-
-@on_all_tiles
-def test_small_head_dims_backward(target: Target) -> None:
-    cases = [dense(2, 200, 180, 4, 4, d, deterministic=det) for d in (8, 16) for det in (False, True)]
-    run_cases(target.pick(cases, cpu=2), target)
 
 
 @pytest.mark.parametrize("smem", [SMALL_SMEM_BYTES, 166912, 232448])
@@ -334,7 +303,9 @@ def test_group_sizes(target: Target) -> None:
         for g in (1, 2, 3, 5, 6, 7, 8, 12, 16, 64, 71, 128)
         for h_k in ((1, 2) if g < 16 else (1,))
     ]
-    run_cases(target.pick(cases, cpu=6), target)
+    # Of multi-query attention with a ragged tile lse was wrong.
+    cases += [dense(2, s, s, 8, 1, 64, causal=c) for s in (65, 129) for c in (False, True)]
+    run_cases(target.pick(cases, cpu=7), target)
 
 
 @pytest.mark.parametrize("h, h_k, h_v", [(33, 2, 2), (3, 2, 2), (2, 4, 4), (4, 0, 0), (4, 2, 4), (4, 4, 2)])
@@ -343,11 +314,6 @@ def test_head_counts_that_do_not_divide(target: Target, h: int, h_k: int, h_v: i
     q, k, v = (random_tensor(target, 1, 8, heads, 64) for heads in (h, h_k, h_v))
     with pytest.raises(ValueError, match="num_heads"):
         attend(target, q, k, v)
-
-
-@on_paths
-def test_lse_of_multi_query_attention_with_a_ragged_tile(target: Target) -> None:
-    run_cases([dense(2, s, s, 8, 1, 64, causal=c) for s in (65, 129) for c in (False, True)], target)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8, torch.complex64, torch.bool])

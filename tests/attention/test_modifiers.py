@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.cases import dense, packed
-from tests.harness import Target, on_modifier_paths, on_modifier_tiles
+from tests.harness import Target, on_modifier_tiles
 from tests.modifier_cases import (
     ALL_MODIFIERS,
+    FEW_TILES,
+    LENGTHS,
     MASKS,
     STRUCTURE,
     ModifierCase,
@@ -21,14 +25,14 @@ from tests.modifier_probes import count_probe, mask_probe, needle_probe, sparse_
 @on_modifier_tiles
 def test_every_modifier_alone(target: Target) -> None:
     """With every head size, type, packing, group, window and mode somewhere; gradients of all inputs."""
-    mcases = single_cases()
-    for_each(mcases[::2] if target.switches else mcases, target, cpu=40)
+    mcases = single_cases(LENGTHS if target.device == "cuda" else FEW_TILES)
+    for_each(mcases[::2] if target.switches else mcases, target, cpu=30)
 
 
 @on_modifier_tiles
 def test_every_pair_of_modifiers(target: Target) -> None:
     """A covering array: every two choices of all modifiers, shapes, types and modes occur together."""
-    for_each(paired_cases(), target, cpu=20)
+    for_each(paired_cases(LENGTHS if target.device == "cuda" else FEW_TILES), target, cpu=15)
 
 
 def test_case_lists_say_what_they_cover() -> None:
@@ -65,27 +69,19 @@ def mask_cases() -> list[ModifierCase]:
     return mcases
 
 
+# A probe, which of the cases it takes, and how many of these on a CPU.
+PROBED = {
+    count_probe: (slice(None), 25), mask_probe: (slice(1, None, 2), 9),
+    sparse_dout_probe: (slice(None, None, 3), 7), needle_probe: (slice(1, None, 3), 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("probe", PROBED, ids=lambda probe: probe.__name__)
 @on_modifier_tiles
-def test_every_mask_shows_exactly_its_keys(target: Target) -> None:
-    """Count probe: with q = 0 lse is the logarithm of how many keys the rules, written as one mask, leave."""
-    for_each(mask_cases(), target, count_probe, cpu=40)
-
-
-@on_modifier_tiles
-def test_every_mask_seen_through_v(target: Target) -> None:
-    """The whole mask, key by key: with q = 0 and v = I it stands in out."""
-    for_each(mask_cases()[1::2], target, mask_probe, cpu=16)
-
-
-@on_modifier_tiles
-def test_hidden_keys_get_exactly_no_gradient(target: Target) -> None:
-    """Sparse dout, also without any key: dk and dv are 0 where nothing is visible, bit for bit."""
-    for_each(mask_cases()[::3], target, sparse_dout_probe, cpu=12)
-
-
-@on_modifier_paths
-def test_needles(target: Target) -> None:
-    for_each(mask_cases()[1::3], target, needle_probe, cpu=8)
+def test_every_mask_shows_exactly_its_keys(target: Target, probe: Callable) -> None:
+    """By lse, in out, by the gradients of hidden keys, which are 0 bit for bit, and by loud keys."""
+    which, cpu = PROBED[probe]
+    for_each(mask_cases()[which], target, probe, cpu=cpu)
 
 
 @pytest.mark.parametrize("alignment", ["top", ""])
@@ -103,4 +99,4 @@ def test_both_alignments_around_tile_edges(target: Target, alignment: str) -> No
         for dk in (-tile // 2, -1, 0, 1)
         for window in ((-1, -1), (31, -1))
     ]  # fmt: skip
-    for_each(mcases, target, count_probe, cpu=16)
+    for_each(mcases, target, count_probe, cpu=8)

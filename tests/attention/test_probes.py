@@ -5,6 +5,7 @@ Each list names the modifiers that a probe is for.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -87,7 +88,9 @@ LISTS: dict[Callable, list[ModifierCase]] = {
 @pytest.mark.parametrize("probe", LISTS, ids=lambda probe: probe.__name__)
 @on_modifier_paths
 def test_probes_of_every_modifier(target: Target, probe: Callable) -> None:
-    for_each(LISTS[probe], target, probe, cpu=6)
+    """On the CPU by the model that rounds as kernels must: tolerances leave room for 16-bit factors."""
+    with model() if target.device == "cpu" else contextlib.nullcontext():
+        for_each(LISTS[probe], target, probe, cpu=4)
 
 
 @pytest.mark.parametrize("probe", (probes.weights_probe, probes.shift_probe, probes.dlse_probe),
@@ -130,17 +133,12 @@ def test_every_bug_of_the_model_has_its_probes() -> None:
 @pytest.mark.parametrize("bug", NOTICED)
 def test_a_planted_bug_is_noticed_by_its_probes(bug: str) -> None:
     name, wanted = NOTICED[bug]
-    mcase = ModifierCase(dense(2, 150, 512, 4, 2, 64, deterministic=True), tuple(name.split(",")))
+    rows = 150 if bug == "dbias_of_last_tile" else 20  # more than a tile of the CPU path
+    keys = 512 if name == "drop0.5" else 300  # two tiles, and a power of two for whole numbers
+    mcase = ModifierCase(dense(2, rows, keys, 4, 2, 64, deterministic=True), tuple(name.split(",")))
     with CPU.active():
         for probe in (getattr(probes, f"{word}_probe") for word in sorted(wanted)):
             with model():
                 probe(mcase, CPU)
             with model(bug), pytest.raises(CaseFailure, match=r"--repro .*\n    (?!\w*Error)"):
                 probe(mcase, CPU)
-
-
-@pytest.mark.parametrize("probe", LISTS, ids=lambda probe: probe.__name__)
-def test_a_model_that_rounds_as_kernels_must_passes(probe: Callable) -> None:
-    """Tolerances leave room for 16-bit factors of all products."""
-    with model():
-        for_each(CPU.pick(LISTS[probe], 8), CPU, probe)

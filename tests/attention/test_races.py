@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -14,11 +11,10 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import AuxRequest
-from tests.cases import Case, dense, packed
+from tests.attention.calls import results
+from tests.cases import dense, packed
 from tests.harness import (
     Target,
-    call_backward,
-    call_forward,
     choice_of,
     on_gpu_paths,
     on_paths,
@@ -26,7 +22,6 @@ from tests.harness import (
     run_cases,
 )  # fmt: skip
 from tests.inputs import Inputs, make_inputs
-from tests.sources import ROOT
 
 REPEATED = {
     "mha": dense(2, 300, 300, 4, 4, 128, deterministic=True),
@@ -40,11 +35,6 @@ REPEATED = {
     "hd96": dense(1, 260, 260, 4, 2, 96, deterministic=True),
     "hd192": dense(1, 260, 260, 4, 4, 192, causal=True, deterministic=True),
 }  # fmt: skip
-
-
-def results(x: Inputs, target: Target) -> list[Tensor]:
-    out, lse = call_forward(x, target)
-    return [out, lse, *call_backward(x, out, lse, target)]
 
 
 def count_differences(x: Inputs, target: Target, expected: list[Tensor], repeats: int) -> Tensor:
@@ -224,30 +214,3 @@ def test_results_do_not_depend_on_batch_neighbours(target: Target) -> None:
             mine = (out[before:], lse[:, before:])
             alone = alone or mine
             assert all(torch.equal(a, b) for a, b in zip(mine, alone)), f"packed after {neighbours}"
-
-
-def digest(case: Case, target: Target) -> str:
-    """Hash of all results; inputs from the CPU generator, so that they do not depend on the process."""
-    x = make_inputs(case, "cpu")
-    dout, q, k, v = (t.to(target.device) for t in (x.dout, x.q, x.k, x.v))
-    options = (None, None, 0, 0, case.scale, *case.effective_window, True, target.path)
-    out, lse = torch.ops.flash_ext.fwd(q, k, v, *options)
-    grads = torch.ops.flash_ext.bwd(dout, q, k, v, out, lse, None, *options)
-    sha = hashlib.sha256()
-    for t in (out, lse, *grads):
-        sha.update(t.cpu().view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
-
-
-@on_gpu_paths
-def test_two_processes_give_the_same_bits(target: Target) -> None:
-    here = digest(REPEATED["causal"], target)
-    code = f"""
-from tests import harness
-from tests.attention import test_races as races
-print(races.digest(races.REPEATED["causal"], harness.TARGETS["{target.name}"]))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180, check=True
-    )
-    assert done.stdout.strip() == here

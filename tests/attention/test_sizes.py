@@ -30,8 +30,8 @@ GIB = 1 << 30
 @pytest.fixture(autouse=True)
 def _give_memory_back():
     """These tests need most of the GPU: nothing cached before them, and nothing left behind."""
-    gc.collect()
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
     yield
     if torch.cuda.is_available():
@@ -414,7 +414,7 @@ def test_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: 
     few_rounds = [Numbers(batch, rows, 8192, 5, 5, dim, 64, False, False, False)
                   for batch in (1, 2) for rows in (2**13, 2**29 - 64) for dim in (40, 64, 128)]  # fmt: skip
     chosen = [(call, "fwd") for call in few_tiles] + [(call, "bwd") for call in few_rounds]
-    for i in range(20_000):
+    for i in range(12_000):
         call, direction = Numbers.drawn(rng, unit=8 if path == "sm90" else 1), rng.choice(("fwd", "bwd"))
         if i < len(chosen):
             call, direction = chosen[i]
@@ -462,7 +462,7 @@ def test_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: 
             main = next(one for one in plan["launches"] if one["kernel"] == plan["kernel"])
             per_sm = 3 if kind == "m64" else 1
             assert plan["grid"] == min(ctas // main.get("unit_heads", 1), 132 * per_sm), call
-    assert 100 < refused < 15_000 and divided > 20 and split > 20
+    assert 100 < refused < 9_000 and divided > 20 and split > 20
     assert all((n > 4) == (path == "sm90") for n in (rings, twos, shared, packed, shares))
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import AuxRequest
+from tests.attention.calls import assert_same, results
 from tests.cases import Case, dense, packed
 from tests.graphs import capture
-from tests.harness import Target, call_backward, call_forward, on_gpu_paths, run_case
+from tests.harness import Target, call_forward, on_gpu_paths, run_case
 from tests.inputs import Inputs, make_inputs
 from tests.sources import ROOT
 
@@ -28,16 +29,6 @@ CASES = [
     packed([1, 200, 0, 77], [5, 190, 3, 77], num_heads=4, num_heads_k=2, head_dim=64, causal=True,
            deterministic=True, dlse=True),
 ]  # fmt: skip
-
-
-def results(x: Inputs, target: Target) -> list[Tensor]:
-    out, lse = call_forward(x, target)
-    return [out, lse, *call_backward(x, out, lse, target)]
-
-
-def assert_same(got: list[Tensor], expected: list[Tensor], what: str) -> None:
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, expected):
-        assert torch.equal(a, b), f"{what}: {name} differs in {int((a != b).sum())} elements"
 
 
 # ---- devices ----

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,9 +13,9 @@ import flash_ext
 from flash_ext import masks
 from flash_ext._masks.lower import terms_for
 from flash_ext._masks.value import Mask, Not, Sizes, _Join
+from tests.masks.test_masks import SLOW
 
 HEADS = 2
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
 def bounds_of(lengths: list[int]) -> list[int]:
@@ -120,7 +120,7 @@ def packed_masks(draw, lens_q: list[int], lens_k: list[int]) -> Mask:
 LENGTHS = st.lists(st.integers(0, 24), min_size=3, max_size=3)
 
 
-@settings(max_examples=80, suppress_health_check=SLOW)
+@settings(max_examples=40, suppress_health_check=SLOW)
 @given(st.data())
 def test_packed_calls_do_what_the_mask_of_each_sequence_says(data: st.DataObject) -> None:
     lens_q, lens_k = data.draw(LENGTHS), data.draw(LENGTHS)

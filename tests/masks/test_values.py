@@ -145,10 +145,10 @@ def test_masks_join_masks_only(other: object, words: str) -> None:
             join(other, masks.Causal())
 
 
-@pytest.mark.parametrize("other", [masks.Window(1, 1), TRUTH, 1])
-def test_a_mask_is_not_added(other: object) -> None:
-    with pytest.raises(TypeError, match=r"A mask is not added: a & b .*, a \| b"):
-        masks.Causal() + other
+def test_a_mask_is_not_added() -> None:
+    for other in (masks.Window(1, 1), TRUTH, 1):
+        with pytest.raises(TypeError, match=r"A mask is not added: a & b .*, a \| b"):
+            masks.Causal() + other
 
 
 @pytest.mark.parametrize("other, words", [

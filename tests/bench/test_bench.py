@@ -296,26 +296,35 @@ def test_bar_counts_a_row_that_only_ours_failed():
 
 # ---- whole programs --------------------------------------------------------------------------------------
 
-TRIED = {"smoke": "smoke-*s32", "smoke-features": "*", "smoke-models": "smoke-swin-shifted,*gpt-oss*"}
+# Every set whose rows take the same columns, and of the last two what differs from row to row.
+TRIED = {
+    "smoke": "smoke-*-s32",
+    "smoke-features": "*-plain,*-window,*-bias-grad,*-bias-batch,*-softcap,*-sinks,*-dropout,*-64-half",
+    "smoke-models": "smoke-swin-shifted,*gpt-oss*",
+}
 
 
-def run_program(folder: Path, name: str, *options: str) -> list[Row]:
+def run_program(folder: Path, sets: str, *options: str) -> list[Row]:
     pytest.importorskip("rich")
     from bench import attention
 
-    common = ["--set", name, "--rounds", "1", "--budget", "0", "--dirs", "fwd,bwd", "--out", str(folder)]
+    common = ["--set", sets, "--rounds", "1", "--budget", "0", "--dirs", "fwd,bwd", "--out", str(folder)]
     assert attention.main([*common, *options]) == 0
     results = Results.from_json((folder / "results.json").read_text())
     assert results.rows and "stopped" not in results.metadata
+    assert all(row["us"] > 0 for row in results.host_cost), results.host_cost
     return results.rows
 
 
-@pytest.mark.parametrize("name", TRIED)
-def test_whole_program_on_cpu(name: str, tmp_path: Path):
-    for row in run_program(tmp_path, name, "--device", "cpu", "--peers", "math", "--cases", TRIED[name]):
+@pytest.mark.usefixtures("few_calls")
+def test_whole_program_on_cpu(tmp_path: Path):
+    options = ("--device", "cpu", "--peers", "math", "--cases", ",".join(TRIED.values()))
+    rows = run_program(tmp_path, ",".join(TRIED), *options)
+    for row in rows:
         cannot = {row.case.feature, *row.case.asks} & {"softcap", "sinks", "softcap-50"}
         assert row.entry("cpu").status == "ok", row.entry("cpu").text
         assert row.entry("math").status == ("refused" if cannot else "ok")
+    assert len(rows) > 25 and {bool(row.case.feature) for row in rows} == {True, False}
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from bench.peers import Fa2, Fa3, Fa4, Flex, Sdpa, make_peers
 from bench.record import Entry, Results, Row
 from bench.runner import Setup, run
 from bench.shapes import SETS, Case, find_case, flops, traffic_bytes, visible_pairs
+from tests.bench.test_bench import Truth, assert_solves
 
 CPU = torch.device("cpu")
 SMOKE = SETS["smoke-models"]
@@ -121,7 +122,6 @@ def formula(inputs: Inputs, learned: torch.Tensor | None, leaves: list[torch.Ten
     return torch.cat(outs).view_as(inputs.dout)
 
 
-Truth = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
 TRUTHS: dict[Case, Truth] = {}
 
 
@@ -141,19 +141,15 @@ def results_of_formula(inputs: Inputs) -> Truth:
     return out.detach(), torch.autograd.grad(out, leaves, inputs.dout.double())
 
 
+def directions_of(case: Case) -> tuple[str, ...]:
+    return ("fwd",) if case.inference else ("fwd", "bwd")
+
+
 @by_kind
 def test_ours_agrees_with_the_formula(case: Case):
     pytest.importorskip("flash_ext._C", reason="the extension is not built")
-    inputs = inputs_of(case)
-    out, grads = truth(inputs)
-    ours = make_ours(["cpu"])[0]
-    torch.testing.assert_close(ours.prepare(inputs, "fwd")().double(), out, rtol=1e-4, atol=1e-5)
-    if case.inference:
-        return
-    found = ours.prepare(inputs, "bwd")()
-    assert len(found) == len(grads)
-    for mine, right in zip(found, grads, strict=True):
-        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=5e-5)
+    inputs, ours = inputs_of(case), make_ours(["cpu"])[0]
+    assert_solves(ours, inputs, truth(inputs), directions_of(case), atol=5e-5)
 
 
 @by_kind
@@ -164,18 +160,10 @@ def test_sdpa_agrees_with_the_formula_where_it_can(case: Case):
         assert "packed" in why or case.asks[0] in why
         return
     assert why == ""
+    # The gradient of a relative position is the one of its bias written out.
+    options = {"atol": 5e-5, "heads_first": True, "learned": "bias-grad" in case.asks}
     inputs = inputs_of(case)
-    out, grads = truth(inputs)
-    found = peer.prepare(inputs, "fwd")().transpose(1, 2)
-    torch.testing.assert_close(found.double(), out, rtol=1e-4, atol=1e-5)
-    if case.inference:
-        return
-    found = peer.prepare(inputs, "bwd")()
-    assert len(found) == len(grads)
-    for mine, right in zip(found[:3], grads):
-        torch.testing.assert_close(mine.transpose(1, 2).double(), right, rtol=1e-4, atol=5e-5)
-    if "bias-grad" in case.asks:  # that of a relative position is the one of its bias written out
-        torch.testing.assert_close(found[3].double(), grads[3], rtol=1e-4, atol=5e-5)
+    assert_solves(peer, inputs, truth(inputs), directions_of(case), **options)
 
 
 @by_kind

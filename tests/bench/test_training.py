@@ -26,15 +26,6 @@ from bench.training_runner import Setup
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny products only lose by threads, and much where other programs hold the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def smoke_setup(*entrants: str, **changes) -> Setup:
     setup = Setup(
         list(entrants), timing.CpuTimer(), CPU, torch.float32, "fp32", {"matmul_tflops": 1.0},

@@ -334,7 +334,7 @@ def run_program(folder: Path, sets: str, *options: str) -> list[Row]:
     assert attention.main([*common, *options]) == 0
     results = Results.from_json((folder / "results.json").read_text())
     assert results.rows and "stopped" not in results.metadata
-    assert all(row["us"] > 0 for row in results.host_cost), results.host_cost
+    assert results.host_cost and all(row["us"] > 0 for row in results.host_cost), results.host_cost
     return results.rows
 
 

@@ -264,6 +264,13 @@ def test_entry_figures_follow_from_the_median():
     assert entry.extra_bytes == 10_000_000 - output_bytes(row.case, "fwd", 4)
 
 
+def test_a_long_call_is_launched_once_a_round_and_three_times_in_all():
+    slow = 2e3 * timing.LONG_CALL_S
+    row = scripted_run([Scripted("good", 2.0), Scripted("slow", slow)], ScriptedTimer()).rows[0]
+    assert row.entry("slow").launches == timing.LAUNCHES_OF_LONG_CALL == 3
+    assert row.entry("good").launches == 4 * timing.MIN_LAUNCHES_PER_ROUND
+
+
 def test_quartiles_pool_all_rounds():
     samples = timing.Samples(rounds=[[1.0, 9.0, 2.0], [4.0, 3.0]])
     assert samples.quartiles() == (2.0, statistics.median([1, 9, 2, 4, 3]), 4.0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -28,6 +28,45 @@ CPU = torch.device("cpu")
 def spec_of(case: Case) -> AttnSpec:
     left, right = case.window
     return AttnSpec(default_scale(case.head_dim), left, 0 if case.causal else right)
+
+
+Truth = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
+
+
+def truth(inputs: Inputs) -> Truth:
+    """out and the gradients of q, k and v in float64."""
+    leaves = [t.detach().double().requires_grad_() for t in inputs.qkv]
+    out, _ = attention_reference(*leaves, spec_of(inputs.case), inputs.cu_seqlens, inputs.cu_seqlens)
+    return out.detach(), torch.autograd.grad(out, leaves, inputs.dout.double())
+
+
+def assert_solves(
+    entrant: Entrant,
+    inputs: Inputs,
+    truth: Truth,
+    directions: Iterable[str],
+    *,
+    atol: float = 1e-5,
+    heads_first: bool = False,
+    learned: bool = True,
+) -> None:
+    """A column's out and its gradients are those of the truth, forward within 1e-5.
+
+    Args:
+        atol: of gradients.
+        heads_first: the column has PyTorch's layout.
+        learned: the gradient behind those of q, k and v has the meaning of the truth's.
+    """
+    out, grads = truth
+    for direction in directions:
+        result = entrant.prepare(inputs, direction)()
+        found, expected = ((result,), (out,)) if direction == "fwd" else (result, grads)
+        assert len(found) == len(expected)
+        tolerance = 1e-5 if direction == "fwd" else atol
+        for at, (mine, right) in enumerate(zip(found[: None if learned else 3], expected)):
+            if heads_first and at < 3:
+                mine = mine.transpose(1, 2)
+            torch.testing.assert_close(mine.double(), right.double(), rtol=1e-4, atol=tolerance)
 
 
 # ---- shapes --------------------------------------------------------------------------------------------
@@ -104,15 +143,7 @@ def test_sdpa_peer_solves_the_same_problem(case: Case):
     """A peer that is given another mask or scale would be timed on other work than ours."""
     inputs = Inputs(case, torch.float32, CPU, 0)
     (peer,), _ = make_peers(["math"])
-    leaves = [t.detach().double().requires_grad_() for t in inputs.qkv]
-    out, _ = attention_reference(*leaves, spec_of(case))
-    grads = torch.autograd.grad(out, leaves, inputs.dout.double())
-    torch.testing.assert_close(
-        peer.prepare(inputs, "fwd")().transpose(1, 2).double(), out.detach(), rtol=1e-4, atol=1e-5
-    )
-    for direction in ("bwd", "both"):
-        for mine, theirs in zip(peer.prepare(inputs, direction)(), grads, strict=True):
-            torch.testing.assert_close(mine.transpose(1, 2).double(), theirs, rtol=1e-4, atol=1e-5)
+    assert_solves(peer, inputs, truth(inputs), ("fwd", "bwd", "both"), heads_first=True)
 
 
 @pytest.mark.parametrize("case", SETS["smoke"], ids=lambda case: case.name)
@@ -131,23 +162,14 @@ def test_flex_mask_is_the_same_mask(case: Case):
     assert torch.equal(mask, torch.block_diag(*blocks).bool())
 
 
-def test_ours_is_timed_on_every_smoke_case():
+@pytest.mark.parametrize("case", SETS["smoke"], ids=lambda case: case.name)
+def test_ours_is_timed_on_every_smoke_case(case: Case):
     """Needs the built extension; the CPU path stands in for the GPU's."""
     pytest.importorskip("flash_ext._C", reason="the extension is not built")
-    for case, direction in itertools.product(SETS["smoke"], ("fwd", "bwd", "both")):
-        inputs = Inputs(case, torch.float32, CPU, 0)
-        leaves = [t.detach().double().requires_grad_() for t in inputs.qkv]
-        out, _ = attention_reference(*leaves, spec_of(case), inputs.cu_seqlens, inputs.cu_seqlens)
-        expected = (
-            (out.detach(),) if direction == "fwd" else torch.autograd.grad(out, leaves, inputs.dout.double())
-        )
-        for entrant in make_ours(["cpu"]):
-            if direction in entrant.directions and entrant.takes(case):
-                result = entrant.prepare(inputs, direction)()
-                for mine, theirs in zip(
-                    result if isinstance(result, tuple) else (result,), expected, strict=True
-                ):
-                    torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-5)
+    inputs = Inputs(case, torch.float32, CPU, 0)
+    for entrant in make_ours(["cpu"]):
+        if entrant.takes(case):
+            assert_solves(entrant, inputs, truth(inputs), entrant.directions)
 
 
 # ---- timing and failures ---------------------------------------------------------------------------------
@@ -242,6 +264,13 @@ def test_entry_figures_follow_from_the_median():
     assert entry.extra_bytes == 10_000_000 - output_bytes(row.case, "fwd", 4)
 
 
+def test_a_long_call_is_launched_once_a_round_and_three_times_in_all():
+    slow = 2e3 * timing.LONG_CALL_S
+    row = scripted_run([Scripted("good", 2.0), Scripted("slow", slow)], ScriptedTimer()).rows[0]
+    assert row.entry("slow").launches == timing.LAUNCHES_OF_LONG_CALL == 3
+    assert row.entry("good").launches == 4 * timing.MIN_LAUNCHES_PER_ROUND
+
+
 def test_quartiles_pool_all_rounds():
     samples = timing.Samples(rounds=[[1.0, 9.0, 2.0], [4.0, 3.0]])
     assert samples.quartiles() == (2.0, statistics.median([1, 9, 2, 4, 3]), 4.0)
@@ -296,26 +325,35 @@ def test_bar_counts_a_row_that_only_ours_failed():
 
 # ---- whole programs --------------------------------------------------------------------------------------
 
-TRIED = {"smoke": "smoke-*s32", "smoke-features": "*", "smoke-models": "smoke-swin-shifted,*gpt-oss*"}
+# Every set whose rows take the same columns, and of the last two what differs from row to row.
+TRIED = {
+    "smoke": "smoke-*-s32",
+    "smoke-features": "*-plain,*-window,*-bias-grad,*-bias-batch,*-softcap,*-sinks,*-dropout,*-64-half",
+    "smoke-models": "smoke-swin-shifted,*gpt-oss*",
+}
 
 
-def run_program(folder: Path, name: str, *options: str) -> list[Row]:
+def run_program(folder: Path, sets: str, *options: str) -> list[Row]:
     pytest.importorskip("rich")
     from bench import attention
 
-    common = ["--set", name, "--rounds", "1", "--budget", "0", "--dirs", "fwd,bwd", "--out", str(folder)]
+    common = ["--set", sets, "--rounds", "1", "--budget", "0", "--dirs", "fwd,bwd", "--out", str(folder)]
     assert attention.main([*common, *options]) == 0
     results = Results.from_json((folder / "results.json").read_text())
     assert results.rows and "stopped" not in results.metadata
+    assert results.host_cost and all(row["us"] > 0 for row in results.host_cost), results.host_cost
     return results.rows
 
 
-@pytest.mark.parametrize("name", TRIED)
-def test_whole_program_on_cpu(name: str, tmp_path: Path):
-    for row in run_program(tmp_path, name, "--device", "cpu", "--peers", "math", "--cases", TRIED[name]):
+@pytest.mark.usefixtures("few_calls")
+def test_whole_program_on_cpu(tmp_path: Path):
+    options = ("--device", "cpu", "--peers", "math", "--cases", ",".join(TRIED.values()))
+    rows = run_program(tmp_path, ",".join(TRIED), *options)
+    for row in rows:
         cannot = {row.case.feature, *row.case.asks} & {"softcap", "sinks", "softcap-50"}
         assert row.entry("cpu").status == "ok", row.entry("cpu").text
         assert row.entry("math").status == ("refused" if cannot else "ok")
+    assert len(rows) > 25 and {bool(row.case.feature) for row in rows} == {True, False}
 
 
 @pytest.mark.gpu

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench import asks, features, peers, timing
 from bench.entrants import Entrant, make_ours
@@ -18,6 +18,7 @@ from bench.peers import Fa2, Fa3, Fa4, Flex, Sdpa, make_peers
 from bench.record import Entry, Results, Row
 from bench.runner import Setup, run
 from bench.shapes import SETS, Case, find_case, flops, traffic_bytes, visible_pairs
+from tests.bench.test_bench import Truth, assert_solves
 
 CPU = torch.device("cpu")
 SMOKE = SETS["smoke-models"]
@@ -38,9 +39,10 @@ by_kind = pytest.mark.parametrize(
 )
 
 
-def inputs_of(case: Case, dtype: torch.dtype = torch.float32) -> Inputs:
+@functools.cache
+def inputs_of(case: Case) -> Inputs:
     """With every weight kept: dropout has no one result."""
-    return Inputs(case, dtype, CPU, 0).without_dropout
+    return Inputs(case, torch.float32, CPU, 0).without_dropout
 
 
 # ---- the rows --------------------------------------------------------------------------------------------
@@ -120,8 +122,17 @@ def formula(inputs: Inputs, learned: torch.Tensor | None, leaves: list[torch.Ten
     return torch.cat(outs).view_as(inputs.dout)
 
 
-def truth(inputs: Inputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """out and all gradients in float64, that of what is learned last."""
+TRUTHS: dict[Case, Truth] = {}
+
+
+def truth(inputs: Inputs) -> Truth:
+    """out and all gradients in float64, that of what is learned last. The inputs of a case never differ."""
+    if inputs.case not in TRUTHS:
+        TRUTHS[inputs.case] = results_of_formula(inputs)
+    return TRUTHS[inputs.case]
+
+
+def results_of_formula(inputs: Inputs) -> Truth:
     leaves = [t.detach().double().requires_grad_() for t in inputs.qkv]
     learned = inputs.asked.learned
     if learned is not None:
@@ -130,19 +141,15 @@ def truth(inputs: Inputs) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     return out.detach(), torch.autograd.grad(out, leaves, inputs.dout.double())
 
 
+def directions_of(case: Case) -> tuple[str, ...]:
+    return ("fwd",) if case.inference else ("fwd", "bwd")
+
+
 @by_kind
 def test_ours_agrees_with_the_formula(case: Case):
     pytest.importorskip("flash_ext._C", reason="the extension is not built")
-    inputs = inputs_of(case)
-    out, grads = truth(inputs)
-    ours = make_ours(["cpu"])[0]
-    torch.testing.assert_close(ours.prepare(inputs, "fwd")().double(), out, rtol=1e-4, atol=1e-5)
-    if case.inference:
-        return
-    found = ours.prepare(inputs, "bwd")()
-    assert len(found) == len(grads)
-    for mine, right in zip(found, grads, strict=True):
-        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=5e-5)
+    inputs, ours = inputs_of(case), make_ours(["cpu"])[0]
+    assert_solves(ours, inputs, truth(inputs), directions_of(case), atol=5e-5)
 
 
 @by_kind
@@ -153,31 +160,20 @@ def test_sdpa_agrees_with_the_formula_where_it_can(case: Case):
         assert "packed" in why or case.asks[0] in why
         return
     assert why == ""
+    # The gradient of a relative position is the one of its bias written out.
+    options = {"atol": 5e-5, "heads_first": True, "learned": "bias-grad" in case.asks}
     inputs = inputs_of(case)
-    out, grads = truth(inputs)
-    found = peer.prepare(inputs, "fwd")().transpose(1, 2)
-    torch.testing.assert_close(found.double(), out, rtol=1e-4, atol=1e-5)
-    if case.inference:
-        return
-    found = peer.prepare(inputs, "bwd")()
-    assert len(found) == len(grads)
-    for mine, right in zip(found[:3], grads):
-        torch.testing.assert_close(mine.transpose(1, 2).double(), right, rtol=1e-4, atol=5e-5)
-    if "bias-grad" in case.asks:  # that of a relative position is the one of its bias written out
-        torch.testing.assert_close(found[3].double(), grads[3], rtol=1e-4, atol=5e-5)
+    assert_solves(peer, inputs, truth(inputs), directions_of(case), **options)
 
 
 @by_kind
-def test_flex_agrees_with_the_formula_where_it_can(case: Case):
-    """By its unfused, uncompiled road, which knows no gradients; what is compiled is the same functions."""
-    peer = Flex.__new__(Flex)
-    peer._attention, peer._block_mask = flex_attention, create_block_mask
+def test_flex_agrees_with_the_formula_where_it_can(case: Case, flex: Flex):
     if "dropout" in case.asks:
-        assert "dropout" in peer.why_not(case, "fwd")
+        assert "dropout" in flex.why_not(case, "fwd")
         return
-    assert peer.why_not(case, "fwd") == ""
+    assert flex.why_not(case, "fwd") == ""
     inputs = inputs_of(case)
-    out = peer.prepare(inputs, "fwd")().transpose(1, 2)
+    out = flex.prepare(inputs, "fwd")().transpose(1, 2)
     out = out.squeeze(0) if case.packed else out
     torch.testing.assert_close(out.double(), truth(inputs)[0], rtol=1e-4, atol=1e-5)
 

@@ -26,15 +26,6 @@ from bench.training_runner import Setup
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny products only lose by threads, and much where other programs hold the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def smoke_setup(*entrants: str, **changes) -> Setup:
     setup = Setup(
         list(entrants), timing.CpuTimer(), CPU, torch.float32, "fp32", {"matmul_tflops": 1.0},
@@ -172,16 +163,15 @@ class Failing:
         return training_entrants.materialised(q, k, v)
 
 
+# Two layers: the second layer of the first step, and the second step of the timed ones.
 @pytest.mark.parametrize(
-    "error, status",
+    "error, status, calls",
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB"), "out of memory"),
-        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "out of memory"),
-        (RuntimeError("no kernel image"), "error"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB"), "out of memory", 1),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "out of memory", 3 * 2 + 2),
+        (RuntimeError("no kernel image"), "error", 3 * 2 + 2),
     ],
 )
-# Two layers: the second layer of the first step, and the second step of the timed ones.
-@pytest.mark.parametrize("calls", [1, 3 * 2 + 2])
 def test_a_failing_entrant_stays_its_own_problem(
     error: Exception, status: str, calls: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -193,9 +183,6 @@ def test_a_failing_entrant_stays_its_own_problem(
     bad, good = row.entries
     assert bad.status == status and str(error) in bad.text and bad.median_ms is None
     assert good.timed and good.steps == 2 and good.losses[0] > good.losses[2]
-
-
-# ---- reports ---------------------------------------------------------------------------------------------
 
 
 # ---- whole program ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -89,12 +90,8 @@ SHORT_FWD, SHORT_BWD = ("fwd_short_kernel",), ("bwd_short_kernel",)  # in both m
 SHORT_HEAD_DIMS = (32, 64, 128, 256)
 SHORT_TILES = {32: 4, 64: 4, 128: 4, 256: 3}  # of 16, 32, 64 and, up to head_dim 128, 80 rows
 SHORT_BWD_TILES = SHORT_TILES | {128: 3, 256: 2}
-MERGE = (
-    "fwd_merge_kernel",
-    "sum_heads_kernel",
-    "append_kv_kernel",
-    "append_bytes_kernel",
-)  # any head_dim
+# Of any head_dim.
+MERGE = ("fwd_merge_kernel", "sum_heads_kernel", "append_kv_kernel", "append_bytes_kernel")
 CACHED_MERGE, CACHED_MERGE_COLUMNS = ("fwd_merge_cached_kernel",), (2, 4)  # 128 times so many at most
 # Over a paged cache.
 CACHED = ("fwd_cached_kernel",)
@@ -250,26 +247,13 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         *itertools.product(CACHED_MERGE, DTYPES, CACHED_MERGE_COLUMNS, (None,)),
     ]
     short = [
-        *(
-            x
-            for d in SHORT_HEAD_DIMS
-            for x in itertools.product(SHORT_TILES[d] * SHORT_FWD, DTYPES, (d,), (None,))
-        ),
-        *(
-            x
-            for d in SHORT_HEAD_DIMS
-            for x in itertools.product(SHORT_BWD_TILES[d] * SHORT_BWD, DTYPES, (d,), (None,))
-        ),
+        kernel
+        for names, tiles in ((SHORT_FWD, SHORT_TILES), (SHORT_BWD, SHORT_BWD_TILES))
+        for head_dim in SHORT_HEAD_DIMS
+        for kernel in itertools.product(tiles[head_dim] * names, DTYPES, (head_dim,), (None,))
     ]
-    any_class = [
-        *others,
-        *split,
-        *quantized,
-        *short,
-        *merge,
-        *fp8_passes,
-        *((kernel, None, None, None) for kernel in MASK_PASSES),
-    ]
+    masks = itertools.product(MASK_PASSES, (None,), (None,), (None,))
+    any_class = [*others, *split, *quantized, *short, *merge, *fp8_passes, *masks]
     of_hopper = [
         *hopper_fwd, *hopper_bwd, *hopper_wide, *hopper_wide_passes, *hopper_mod, *hopper_bwd_mod,
         *hopper_bwd_bias, *hopper_wide_mod,
@@ -287,14 +271,8 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         kinds = itertools.product(more, DTYPES, PORTABLE_MOD_KIND_HEAD_DIMS, (LARGE,))
         cached = itertools.product(CACHED, DTYPES, SPLIT_HEAD_DIMS, (LARGE if hopper else SMALL,))
         stretched = itertools.product(STRETCHED, DTYPES, HEAD_DIMS, (LARGE if hopper else SMALL,))
-        expected = [
-            *any_class,
-            *by_class,
-            *any_size,
-            *stretched,
-            *cached,
-            *((*kinds, *of_hopper) if hopper else ()),
-        ]
+        own = (*kinds, *of_hopper) if hopper else ()
+        expected = [*any_class, *by_class, *any_size, *stretched, *cached, *own]
         ours = [kernel_id(item["name"]) for item in resources["kernels"] if item["arch"] == arch]
         assert sorted(ours, key=str) == sorted(expected, key=str)
 
@@ -417,18 +395,15 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
 
 
 @pytest.fixture
-def device_switches():
+def device_switches(pretended_gpu: None) -> Callable[[int, int], None]:
     """Pretends to be a device; undone afterwards."""
-    names = ("compute_capability", "num_sms", "smem_per_block")
-    before = {name: ops._C.get_switch(name) for name in names}
 
     def pretend(compute_capability: int, smem: int) -> None:
-        for name, value in zip(names, (compute_capability, 108, smem), strict=True):
+        facts = {"compute_capability": compute_capability, "num_sms": 108, "smem_per_block": smem}
+        for name, value in facts.items():
             ops._C.set_switch(name, value)
 
-    yield pretend
-    for name, value in before.items():
-        ops._C.set_switch(name, value)
+    return pretend
 
 
 def plan(direction: str, head_dim: int, deterministic: bool = False, seqlen: int = 1024,

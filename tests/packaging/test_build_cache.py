@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,13 @@ pytestmark = pytest.mark.everywhere
 
 # An object is the text that was read. The compilers' version is a file, and so is the list of what they made.
 COMPILER = """\
-#!{python} -IS
+#!/bin/sh
+case " $* " in *" --version "* | *" -dumpmachine "*) exec cat '{folder}/version' ;; esac
+exec '{python}' -IS '{folder}/compiler.py' {pause} "$@"
+"""
+COMPILER_PROGRAM = """\
 import os, re, sys, time
-here, words = {folder!r}, sys.argv[1:]
-if "--version" in words or "-dumpmachine" in words:
-    print(open(here + "/version").read())
-    raise SystemExit
+here, pause, words = os.path.dirname(__file__), float(sys.argv[1]), sys.argv[2:]
 out = words[words.index("-o") + 1]
 if "-shared" in words:
     objects = [item for item in words[:words.index("-o")] if item.endswith(".o")]
@@ -47,7 +49,7 @@ elif out != os.devnull:
     for name in re.findall(r'#include "(.*)"', text):
         read.append(os.path.join(os.path.dirname(source), name))
         text += open(read[-1]).read()
-    time.sleep({pause})
+    time.sleep(pause)
     open(out, "w").write(text)
     open(words[words.index("-MF") + 1], "w").write(
         out + ": " + " \\\\\\n ".join(item.replace(" ", "\\\\ ") for item in read) + "\\n")
@@ -57,15 +59,17 @@ SOURCES = {
     "inst/one.cu": '#include "../both.h"\n', "inst/two.cu": '#include "../two.h"\n', "plain.cpp": "plain\n",
     "api/binding.cpp": '#include "../both.h"\n', "both.h": "both\n", "two.h": "two\n",
 }  # fmt: skip
+KERNELS, ALL = {"one.cu", "two.cu"}, {"one.cu", "two.cu", "plain.cpp", "binding.cpp"}
 
 
 class Machine:
     """Stub compilers, a torch, a store, and folders with sources to build."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, installed: bool = False) -> None:
-        """`installed`: another process has written the compilers of this folder, and may be running them."""
-        self.folder, self.monkeypatch, self.store = folder, monkeypatch, folder / "store"
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+        """The compilers of the folder are those that ``install`` has written there."""
+        self.folder, self.monkeypatch, self.store = folder, monkeypatch, store
         self.torch = environment.TorchInstall(folder / "torch", "2.13.0", None, None)
+        self.hints: list[str] = []
         for name in (
             "FLASH_EXT_DEBUG",
             "FLASH_EXT_LINEINFO",
@@ -75,13 +79,10 @@ class Machine:
             "CXXFLAGS",
         ):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("FLASH_EXT_CACHE", str(self.store))
+        monkeypatch.setenv("FLASH_EXT_CACHE", str(store))
         monkeypatch.setattr(progress, "PATIENCE", 60)
-        if installed:
-            self.choose("toolkit")
-        else:
-            self.install("toolkit")
-            self.says("1")
+        monkeypatch.setattr(progress, "tell", self.hints.append)
+        self.choose("toolkit")
 
     def choose(self, name: str) -> Path:
         home = self.folder / name
@@ -90,18 +91,19 @@ class Machine:
 
     def install(self, name: str, pause: float = 0.0) -> None:
         home = self.choose(name)
-        text = COMPILER.format(python=sys.executable, folder=str(self.folder), pause=pause)
         for path in (home / "bin" / "nvcc", self.folder / "g++"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_text(COMPILER.format(python=sys.executable, folder=self.folder, pause=pause))
             path.chmod(0o755)
+        (self.folder / "compiler.py").write_text(COMPILER_PROGRAM)
+        self.says("1")
 
     def says(self, version: str) -> None:
-        (self.folder / "version").write_text(version)
+        (self.folder / "version").write_text(version + "\n")
 
     def sources(self, name: str, **changed: str) -> Path:
-        """A project with the sources, all of them older than what is built from them."""
-        root = self.folder / name
+        """A project beside the store with the sources, all of them older than what is built from them."""
+        root = self.store.parent / name
         for file, text in (SOURCES | changed).items():
             path = root / "csrc" / file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,30 +127,44 @@ class Machine:
             compiled = set()
         return compiled, module.read_text()
 
+    def entries(self) -> set[str]:
+        return {path.name for path in self.store.glob("*/*")}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machine, str]]:
+    """A machine on which one folder has been built from nothing, and the module of that build."""
+    folder = tmp_path_factory.mktemp("a machine")
+    with pytest.MonkeyPatch.context() as patch:
+        machine = Machine(folder, patch, folder / "store")
+        machine.install("toolkit")
+        compiled, module = machine.build(machine.sources("first"))
+        assert compiled == ALL and "plain" in module and machine.hints == []
+        yield machine, module
+
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch) -> Machine:
-    return Machine(tmp_path / "a machine", monkeypatch)
+def machine(first, tmp_path, monkeypatch) -> Iterator[Machine]:
+    """The same compilers with a copy of the store that the first build has filled."""
+    same = Machine(first[0].folder, monkeypatch, tmp_path / "store")
+    shutil.copytree(first[0].store, same.store)
+    yield same
+    same.install("toolkit")
 
 
-ALL = {"one.cu", "two.cu", "plain.cpp", "binding.cpp"}
-
-
-def test_a_second_folder_with_the_same_sources_compiles_nothing(machine, capfd):
-    compiled, module = machine.build(machine.sources("first"))
-    assert compiled == ALL and "plain" in module
-    again, same = machine.build(machine.sources("second"))
-    assert (again, same) == (set(), module)
-    second = machine.folder / "second" / "build"
-    (log,) = second.glob("*/inst/one.cu.o.log")
+def test_a_second_folder_with_the_same_sources_compiles_nothing(first, machine, capfd):
+    """Nor with a toolkit in another folder: pip fetches one into a folder of its own for every build."""
+    machine.install("fetched")
+    root = machine.sources("second")
+    assert machine.build(root) == (set(), first[1])
+    (log,) = root.glob("build/*/inst/one.cu.o.log")
     assert log.read_text() == "said of one.cu\n"  # the gates read it
     assert "4 files were in" in capfd.readouterr().out
-    table = json.loads((second / "resources.json").read_text())
+    table = json.loads((root / "build" / "resources.json").read_text())
     assert table["full_build"] is None  # nothing was measured
 
 
 def test_a_header_decides_for_what_reads_it(machine):
-    machine.build(machine.sources("first"))
     compiled, module = machine.build(machine.sources("second", **{"two.h": "changed\n"}))
     assert compiled == {"two.cu"} and "changed" in module
     # Both are kept: going back costs nothing.
@@ -157,94 +173,68 @@ def test_a_header_decides_for_what_reads_it(machine):
 
 
 def test_another_torch_compiles_the_binding_alone(machine):
-    machine.build(machine.sources("first"))
     machine.torch = dataclasses.replace(machine.torch, version="2.14.0", root=machine.folder / "other torch")
-    assert machine.build(machine.folder / "first")[0] == {"binding.cpp"}
+    assert machine.build(machine.sources("second"))[0] == {"binding.cpp"}
 
 
-def test_another_compiler_or_architecture_compiles_again(machine, monkeypatch):
-    root = machine.sources("first")
-    machine.build(root)
+def test_another_compiler_compiles_again(machine):
     machine.says("2")
     assert machine.build(machine.sources("second"))[0] == ALL
-    monkeypatch.setenv("FLASH_EXT_ARCHS", "9.0a")
-    assert machine.build(root)[0] == {"one.cu", "two.cu"}
-    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
-    shutil.rmtree(root / "build")
-    assert {"one.cu", "two.cu"} <= machine.build(root)[0]
 
 
-def test_a_toolkit_in_another_folder_is_the_same(machine):
-    """pip fetches one into a folder of its own for every build."""
-    machine.build(machine.sources("first"))
-    machine.install("fetched")
-    assert machine.build(machine.sources("second"))[0] == set()
-
-
-@pytest.mark.parametrize(
-    "variable, value", [("FLASH_EXT_CACHE", "off"), ("FLASH_EXT_DEBUG", "1"), ("FLASH_EXT_LINEINFO", "1")]
-)
-def test_builds_without_the_cache(machine, monkeypatch, variable, value):
-    """Assertions and line tables name the folder in which they were compiled."""
+@pytest.mark.parametrize("variable, value", [("FLASH_EXT_ARCHS", "9.0a"), ("NVCC_APPEND_FLAGS", "-G")])
+def test_what_changes_the_kernels_compiles_them_again(machine, monkeypatch, variable, value):
     monkeypatch.setenv(variable, value)
-    for name in ("first", "second"):
-        assert machine.build(machine.sources(name))[0] == ALL
-    assert not list(machine.store.glob("*/*"))
+    compiled = machine.build(machine.sources("second"))[0]
+    assert compiled == KERNELS if variable == "FLASH_EXT_ARCHS" else compiled >= KERNELS
+
+
+@pytest.mark.parametrize("variable", ["FLASH_EXT_DEBUG", "FLASH_EXT_LINEINFO"])
+def test_builds_without_the_cache(machine, monkeypatch, variable):
+    """Assertions and line tables name the folder in which they were compiled."""
+    monkeypatch.setenv(variable, "1")
+    before = machine.entries()
+    assert machine.build(machine.sources("second"))[0] == ALL
+    assert machine.entries() == before
 
 
 def test_flags_that_mean_this_processor_are_not_kept(machine, monkeypatch):
     monkeypatch.setenv("CXXFLAGS", "-march=native")
-    machine.build(machine.sources("first"))
-    assert machine.build(machine.sources("second"))[0] == {"plain.cpp", "binding.cpp"}
+    for name in ("second", "third"):
+        assert machine.build(machine.sources(name))[0] == ALL - KERNELS
 
 
-def test_a_damaged_entry_is_compiled_again(machine):
-    machine.build(machine.sources("first"))
+def test_a_damaged_entry_is_compiled_again(first, machine):
     for entry in machine.store.glob("*/*"):
         entry.write_bytes(entry.read_bytes()[:-3])
-    compiled, module = machine.build(machine.sources("second"))
-    assert compiled == ALL and "plain" in module
+    assert machine.build(machine.sources("second")) == (ALL, first[1])
     assert machine.build(machine.sources("third"))[0] == set()
 
 
 def test_what_the_compiler_refuses_is_said_and_not_kept(machine, capfd):
-    root = machine.sources("first", **{"inst/one.cu": "error\n"})
-    with pytest.raises(subprocess.CalledProcessError):
-        machine.build(root)
-    assert "no such thing" in capfd.readouterr().out
-    with pytest.raises(subprocess.CalledProcessError):
-        machine.build(machine.sources("second", **{"inst/one.cu": "error\n"}))
+    for name in ("second", "third"):
+        with pytest.raises(subprocess.CalledProcessError):
+            machine.build(machine.sources(name, **{"inst/one.cu": "error\n"}))
+        assert "no such thing" in capfd.readouterr().out
 
 
 def test_two_builds_at_once(machine):
     """Both compile, or one takes what the other made; neither reads half of it."""
+    shutil.rmtree(machine.store)
     machine.install("toolkit", pause=0.05)
     roots = [machine.sources(f"folder{n}") for n in range(2)]
     code = (
-        "import sys; sys.path[:0] = [{here!r}, {csrc!r}]; from pathlib import Path; import pytest\n"
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'csrc')!r}]\n"
+        "from pathlib import Path; import pytest\n"
         "from tests.packaging.test_build_cache import Machine\n"
         "with pytest.MonkeyPatch.context() as patch:\n"
-        "    machine = Machine(Path({folder!r}), patch, installed=True)\n"
-        "    print(machine.build(Path({root!r}))[1])\n"
+        f"    machine = Machine(Path({str(machine.folder)!r}), patch, Path({str(machine.store)!r}))\n"
+        "    machine.build(Path(sys.argv[1]))\n"
     )
-    both = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                code.format(
-                    here=str(ROOT), csrc=str(ROOT / "csrc"), folder=str(machine.folder), root=str(root)
-                ),
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for root in roots
-    ]
-    said = [process.communicate(timeout=60)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
+    both = [subprocess.Popen([sys.executable, "-c", code, root]) for root in roots]
+    assert [process.wait(60) for process in both] == [0, 0]
     modules = [path.read_text() for root in roots for path in root.glob("build/*/_C.so")]
-    assert len(modules) == len(said) == 2 and modules[0] == modules[1]
+    assert len(modules) == 2 and modules[0] == modules[1]
     assert machine.build(machine.sources("third"))[0] == set()
     assert not list(machine.store.glob("*/*.part"))
 
@@ -312,20 +302,14 @@ def test_the_hint_goes_to_the_terminal_of_the_front_end(tmp_path, to_terminal):
     assert (tmp_path / "log").read_text() == ""
 
 
-@pytest.mark.parametrize("patience, hints", [(0.05, 1), (60, 0)])
-def test_a_build_that_takes_long_gives_one_hint(machine, monkeypatch, patience, hints):
-    said = []
-    machine.install("toolkit", pause=0.3)
-    monkeypatch.setattr(progress, "tell", said.append)
-    monkeypatch.setattr(progress, "PATIENCE", patience)
-    machine.build(machine.sources("first"))
-    assert len(said) == hints
-    said_of_both = r"flash_ext: compiling \d files of CUDA kernels and \d of C\+\+, .* about 1 min"
-    assert not hints or re.match(said_of_both, said[0])
-
-
-def test_each_file_has_a_line_in_a_log(machine, capfd):
-    machine.build(machine.sources("first"))
+def test_a_build_that_takes_long_gives_one_hint(machine, monkeypatch, capfd):
+    """And each file has a line in a log. Without the cache all files are compiled again."""
+    monkeypatch.setenv("FLASH_EXT_CACHE", "off")
+    monkeypatch.setattr(progress, "PATIENCE", 0.001)
+    before = machine.entries()
+    assert machine.build(machine.sources("second"))[0] == ALL and machine.entries() == before
+    (said,) = machine.hints
+    assert re.match(r"flash_ext: compiling \d files of CUDA kernels and \d of C\+\+, .* about 1 min", said)
     lines = capfd.readouterr().out.splitlines()
     for name in ("inst/one.cu", "inst/two.cu", "plain.cpp", "api/binding.cpp"):
         assert [line for line in lines if line.startswith("[") and line.endswith(f" {name}")], lines

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.kept import compiled
 from tests.sources import ROOT
 
 sys.path.insert(0, str(ROOT / "csrc"))
@@ -23,67 +25,74 @@ PROGRAM = """
 #include "heuristics.h"
 #include "path_choice.h"
 #include "paths.h"
-namespace flash_ext {{
-const BuildInfo& build_info() {{ static constexpr BuildInfo info = {{.archs = "{archs}"}}; return info; }}
-DeviceInfo query_device(int index) {{
+namespace flash_ext {
+BuildInfo info = {};
+const BuildInfo& build_info() { return info; }
+DeviceInfo query_device(int index) {
   DeviceInfo info;
-  info.cc_major = index, info.num_sms = 132, info.smem_per_block = index == 9 ? {large} : 166912;
+  info.cc_major = index, info.num_sms = 132, info.smem_per_block = index == 9 ? LIMIT_LARGE : 166912;
   return info;
-}}
-}}  // namespace flash_ext
-int main() {{
-  for (int major : {{8, 9}}) {{
+}
+}  // namespace flash_ext
+int main(int, char** arguments) {
+  flash_ext::info.archs = arguments[1];
+  for (int major : {8, 9}) {
     const flash_ext::DeviceInfo d = flash_ext::device_info(major);
     const bool large = flash_ext::smem_class(d.cc_major, d.smem_per_block) == flash_ext::SmemClass::kLarge;
     std::printf("%d %d ", d.smem_per_block, large);
-  }}
-}}
+  }
+}
 """
 TABLE = """
 #include "call.h"
-namespace flash_ext {{
-inline constexpr int kSizes[] = {{64, 128}};
+namespace flash_ext {
+inline constexpr int kSizes[] = {64, 128};
 template <int D>
-std::string launch_of(const FwdCall&, const Launch&) {{
-  return std::to_string(sizeof(char[D == 64 ? {size} : 1]));
-}}
+std::string launch_of(const FwdCall&, const Launch&) {
+  return std::to_string(sizeof(char[D == 64 ? SIZE : 1]));
+}
 constexpr auto kTable = instances_of<kSizes>(
-    []<int D>(Constant<D>) {{ return FwdInstance{{D, D, launch_of<D>}}; }});
+    []<int D>(Constant<D>) { return FwdInstance{D, D, launch_of<D>}; });
 const FwdInstances kFwd = kTable;
-}}
-int main() {{ return static_cast<int>(flash_ext::kFwd.size()); }}
+}
+int main() { return static_cast<int>(flash_ext::kFwd.size()); }
 """
 
 
-def run(folder: Path, text: str, *more: str) -> subprocess.CompletedProcess:
+def compile_program(folder: Path, text: str, *more: str) -> str:
+    """Makes the folder's ``program``; returns what the compiler says of a text that it refuses."""
     (folder / "program.cpp").write_text(text)
     compiler = os.environ.get("CXX", "g++")
-    command = [compiler, "-std=c++20", "-w", f"-I{ROOT / 'csrc'}", "program.cpp", *more, "-o", "program"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return done
-    return subprocess.run([folder / "program"], capture_output=True, text=True, check=False)
+    command = [compiler, "-std=c++20", "-w", f"-I{ROOT / 'csrc'}", str(folder / "program.cpp"), *more]
+    done = compiled(command, folder / "program")
+    return done.stderr if done.returncode else ""
+
+
+@pytest.fixture(scope="module")
+def found_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """What a build for some architectures finds on an Ampere GPU and on a Hopper GPU."""
+    folder = tmp_path_factory.mktemp("device")
+    text = PROGRAM.replace("LIMIT_LARGE", str(LIMIT_LARGE))
+    # What asks for plans is not called and goes, and with it what it would call.
+    path_choice = str(ROOT / "csrc" / "path_choice.cpp")
+    assert compile_program(folder, text, path_choice, "-ffunction-sections", "-Wl,--gc-sections") == ""
+    return lambda archs: subprocess.check_output([folder / "program", archs], text=True)
 
 
 @pytest.mark.parametrize("archs, class_of_hopper", [("8.0 8.0+PTX 9.0a", 1), ("8.0 8.0+PTX", 0)])
-def test_large_tiles_are_for_builds_that_have_them(tmp_path, archs, class_of_hopper):
+def test_large_tiles_are_for_builds_that_have_them(found_by, archs, class_of_hopper):
     """Where they are missing a launch of one would trap; small ones run from PTX."""
-    text = PROGRAM.format(archs=archs, large=LIMIT_LARGE)
-    # What asks for plans is not called and goes, and with it what it would call.
-    path_choice = str(ROOT / "csrc" / "path_choice.cpp")
-    done = run(tmp_path, text, path_choice, "-ffunction-sections", "-Wl,--gc-sections")
-    assert done.returncode == 0, done.stderr
     ampere, hopper = (166912, 0), (LIMIT_LARGE if class_of_hopper else LIMIT_SMALL, class_of_hopper)
-    assert tuple(map(int, done.stdout.split())) == (*ampere, *hopper)
+    assert tuple(map(int, found_by(archs).split())) == (*ampere, *hopper)
 
 
-@pytest.mark.parametrize("defines, size, status", [([], 1, 2), (["-DFLASH_EXT_LEFT_OUT"], -1, 0)])
-def test_what_is_left_out_is_not_compiled(tmp_path, defines, size, status):
-    """Its table is empty; its launchers are not even looked at, or the second would be an error."""
-    done = run(tmp_path, TABLE.format(size=size), *defines)
-    assert done.returncode == status, done.stderr
-    if defines:
-        assert "error" in run(tmp_path, TABLE.format(size=size)).stderr
+def test_what_is_left_out_is_not_compiled(tmp_path):
+    """Its table is empty; its launchers are not even looked at, or a wrong one would be an error."""
+    right, wrong = TABLE.replace("SIZE", "1"), TABLE.replace("SIZE", "-1")
+    for text, defines, entries in ((right, (), 2), (wrong, ("-DFLASH_EXT_LEFT_OUT",), 0)):
+        assert compile_program(tmp_path, text, *defines) == ""
+        assert subprocess.run([tmp_path / "program"], check=False).returncode == entries
+    assert "error" in compile_program(tmp_path, wrong)
 
 
 @pytest.mark.parametrize(

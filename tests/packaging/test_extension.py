@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import sys
 import types
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 import torch
 
+import flash_ext
+from flash_ext import info
 from flash_ext._ops import extension
 from tests.built import module_file
 from tests.sources import ROOT
@@ -25,12 +26,27 @@ from build_backend import prepare, sources  # noqa: E402
 
 pytestmark = pytest.mark.everywhere
 
-OTHER_TORCH = b'\x7fELF flash_ext build record: {"version": "0.1.0", "torch": "2.10.9+cu126"}\n'
-EXAMPLE = """
-import torch, flash_ext
-q = torch.randn(1, 20, 2, 16, requires_grad=True)
-flash_ext.attention(q, q, q, causal=True).sum().backward()
-print(flash_ext._C.__file__, flash_ext._C is flash_ext._ops.library._C, bool(q.grad.abs().sum() > 0))
+OTHER_TORCH = "2.10.9+cu126"
+# A user's program, and then both reports of `python -m flash_ext.info`, for each of some folders of installed
+# packages. Each has a process of its own, but torch is imported once.
+PROGRAM = """
+import os, runpy, sys, torch
+for site in sys.argv[1:]:
+    if os.fork():
+        assert os.wait()[1] == 0
+        continue
+    sys.path.insert(1, site)
+    import flash_ext
+    if flash_ext._ops.library.is_built:
+        q = torch.randn(1, 20, 2, 16, requires_grad=True)
+        flash_ext.attention(q, q, q, causal=True).sum().backward()
+        print(flash_ext._C.__file__, flash_ext._C is flash_ext._ops.library._C, bool(q.grad.abs().sum() > 0))
+    for arguments in [], ["--json"]:
+        print("----")
+        sys.argv[1:] = arguments
+        runpy.run_module("flash_ext.info", run_name="__main__")
+    print("----")
+    break
 """
 
 
@@ -48,7 +64,7 @@ def source_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder that packages are installed into; ``as_installed`` takes a module there."""
+    """A folder with an installed package, whose module a test adds."""
     folder = tmp_path / "site"
     (folder / "flash_ext").mkdir(parents=True)
     (folder / "flash_ext-0.1.0.dist-info").mkdir()
@@ -56,11 +72,20 @@ def site(tmp_path: Path) -> Path:
     return folder
 
 
-def write_module(package: Path, built_from: str) -> Path:
-    """The module of this run, as a build from other sources would have left it."""
-    own = extension.build_record(module_file())["sources"]
-    file = package / f"_C{EXTENSION_SUFFIXES[0]}"
-    file.write_bytes(module_file().read_bytes().replace(own.encode(), built_from.encode()))
+@pytest.fixture
+def in_python(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules are Python files, which load beside the real one; what a load sets is undone."""
+    monkeypatch.setattr(extension.importlib.machinery, "EXTENSION_SUFFIXES", [".py"])
+    monkeypatch.setattr(sys, "path", [str(site)])
+    monkeypatch.setitem(sys.modules, "flash_ext._C", flash_ext._C)
+    monkeypatch.setattr(flash_ext, "_C", flash_ext._C)
+
+
+def write_module(package: Path, built_from: str, built_for: str = torch.__version__) -> Path:
+    """A module with the build record of these sources and this torch, and nothing else."""
+    record = {"version": "0.1.0", "torch": built_for, "sources": built_from}
+    file = package / f"_C{extension.importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    file.write_text(f"# flash_ext build record: {json.dumps(record)}\n")
     return file
 
 
@@ -68,20 +93,20 @@ def hash_of(package: Path) -> str:
     return sources.content_hash(package.parent / "csrc")
 
 
-def run(package: Path, site: Path, *arguments: str) -> str:
-    """As a user starts Python in the folder that holds the package."""
-    environment = os.environ | {"PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, *arguments], cwd=package.parent, env=environment, text=True,
-                          capture_output=True, check=False, timeout=120)  # fmt: skip
+def run(package: Path, *sites: Path) -> list[str]:
+    """What a user sees who starts Python in the folder that holds the package: three parts for each site."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *sites], cwd=package.parent, env=environment,
+                          text=True, capture_output=True, check=False, timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.split("----\n")[:-1]
 
 
-def loaded_in(package: Path, site: Path) -> str:
-    """The module's file that an example used."""
-    file, is_one, has_gradient = run(package, site, "-c", EXAMPLE).split()
-    assert (is_one, has_gradient) == ("True", "True")
-    return file
+def loaded_in(package: Path) -> str:
+    """The module's file."""
+    module = extension.load(package)
+    assert sys.modules["flash_ext._C"] is flash_ext._C is module
+    return module.__file__
 
 
 def message_in(package: Path, *, reasons: tuple[str, ...]) -> str:
@@ -103,62 +128,77 @@ def pip_of(package: Path) -> str:
 # ---- a source folder, in which Python finds the package before the installed one -----------------------
 
 
-def test_the_installed_module_of_the_same_sources_serves_the_source_folder(source_folder, site):
-    installed = write_module(site / "flash_ext", hash_of(source_folder))
-    assert loaded_in(source_folder, site) == str(installed)
-    report = json.loads(run(source_folder, site, "-m", "flash_ext.info", "--json"))
+def test_programs_in_the_source_folder(source_folder, site, tmp_path):
+    """Where the module of the installed package serves, and where no package is installed.
+
+    The installed one is that of this run, as a build from the folder's sources would have left it.
+    """
+    write_module(source_folder, hash_of(source_folder), OTHER_TORCH)
+    own = extension.build_record(module_file())["sources"]
+    installed = site / "flash_ext" / f"_C{extension.importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    content = module_file().read_bytes().replace(own.encode(), hash_of(source_folder).encode())
+    installed.write_bytes(content)
+    example, text, as_json, no_example, why_not, why_not_json = run(source_folder, site, tmp_path)
+
+    assert example.split() == [str(installed), "True", "True"]
+    report = json.loads(as_json)
     assert report["flash_ext"]["location"] == str(source_folder)
     assert (report["extension"]["file"], report["extension"]["message"]) == (str(installed), None)
+    assert str(installed) in text and "no GPU is visible" in text
+
+    missing = json.loads(why_not_json)["extension"]
+    assert (no_example, missing["loaded"]) == ("", False)
+    for said in (missing["message"], why_not):
+        assert OTHER_TORCH in said and torch.__version__ in said and pip_of(source_folder) in said
 
 
-def test_a_module_for_another_torch_is_passed_over(source_folder, site):
-    """What `make demo` leaves in the folder is for the torch of .venv."""
-    (source_folder / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(OTHER_TORCH)
+@pytest.mark.parametrize("own", ["none", "for another torch", "of other sources"])
+def test_the_installed_module_of_the_same_sources_serves(source_folder, site, in_python, own):
+    if own == "for another torch":  # what `make demo` leaves in the folder is for the torch of .venv
+        write_module(source_folder, hash_of(source_folder), OTHER_TORCH)
+    elif own == "of other sources":  # from a build in place, before these were installed
+        write_module(source_folder, "0" * 16)
     installed = write_module(site / "flash_ext", hash_of(source_folder))
-    assert loaded_in(source_folder, site) == str(installed)
-
-
-def test_a_module_older_than_the_sources_is_passed_over(source_folder, site):
-    """After a build in place, other sources, and an installation of these."""
-    write_module(source_folder, "0" * 16)
-    installed = write_module(site / "flash_ext", hash_of(source_folder))
-    assert loaded_in(source_folder, site) == str(installed)
+    assert loaded_in(source_folder) == str(installed)
 
 
 @pytest.mark.parametrize("of_own", ["these", "0" * 16])
-def test_the_module_in_the_folder_comes_before_one_of_other_sources(source_folder, site, of_own):
+def test_the_module_in_the_folder_comes_before_one_of_other_sources(
+    source_folder, site, in_python, monkeypatch, of_own
+):
     """Also while its own sources are being edited, which the report tells then."""
     own = write_module(source_folder, hash_of(source_folder) if of_own == "these" else of_own)
     write_module(site / "flash_ext", "1" * 16)
-    extension_of = json.loads(run(source_folder, site, "-m", "flash_ext.info", "--json"))["extension"]
-    assert (extension_of["loaded"], extension_of["file"]) == (True, str(own))
+    assert loaded_in(source_folder) == str(own)
+    flash_ext._C.build_info = info.ops._C.build_info
+    monkeypatch.setattr(info, "PACKAGE", source_folder)
+    monkeypatch.setattr(info.ops, "_C", flash_ext._C)
+    report = info.collect()
+    found = report["extension"]
+    assert (found["loaded"], found["file"]) == (True, str(own))
     if of_own == "these":
-        assert extension_of["message"] is None
+        assert found["message"] is None
     else:
-        assert extension_of["message"].endswith(pip_of(source_folder))
-        assert extension_of["message"] in run(source_folder, site, "-m", "flash_ext.info")
+        assert found["message"].endswith(pip_of(source_folder)) and found["message"] in info.as_text(report)
 
 
 # ---- where nothing loads -------------------------------------------------------------------------------
 
 
-def test_the_installed_module_is_of_other_sources(source_folder, site, monkeypatch):
+def test_the_installed_module_is_of_other_sources(source_folder, site, in_python):
     installed = write_module(site / "flash_ext", hash_of(source_folder))
     with (source_folder.parent / "csrc" / "kernel.cu").open("a") as kernel:
         kernel.write("// changed\n")
-    monkeypatch.setattr(sys, "path", [str(site)])
     reasons = (f"the installed {installed} was built from other sources",)
     assert message_in(source_folder, reasons=reasons) == pip_of(source_folder)
 
 
-def test_both_modules_are_for_another_torch(source_folder, site, monkeypatch):
+def test_both_modules_are_for_another_torch(source_folder, site, in_python):
     """Not an undefined symbol."""
-    record = f', "sources": "{hash_of(source_folder)}"}}\n'.encode()
     for package in (source_folder, site / "flash_ext"):
-        (package / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(OTHER_TORCH.replace(b"}\n", record))
-    monkeypatch.setattr(sys, "path", [str(site)])
+        write_module(package, hash_of(source_folder), OTHER_TORCH)
     reasons = (
-        "flash_ext._C was built for torch 2.10.9+cu126",
+        f"flash_ext._C was built for torch {OTHER_TORCH}",
         f"this is torch {torch.__version__}",
         str(source_folder),
         str(site),
@@ -175,14 +215,6 @@ def test_the_environment_of_make_is_mended_by_make(source_folder, monkeypatch):
     assert message_in(source_folder, reasons=()) == pip_of(source_folder)
     (venv / prepare.STAMP).write_text("{}")
     assert message_in(source_folder, reasons=()) == f"make -C {source_folder.parent} build"
-
-
-def test_info_says_why_and_what_mends_it(source_folder, site):
-    (source_folder / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(OTHER_TORCH)
-    as_json = json.loads(run(source_folder, site, "-m", "flash_ext.info", "--json"))["extension"]
-    assert as_json["loaded"] is False
-    for text in (as_json["message"], run(source_folder, site, "-m", "flash_ext.info")):
-        assert "2.10.9+cu126" in text and torch.__version__ in text and pip_of(source_folder) in text
 
 
 # ---- the hash ------------------------------------------------------------------------------------------

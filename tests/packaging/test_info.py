@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import types
 
@@ -13,53 +11,46 @@ import torch
 
 from flash_ext import info
 from flash_ext._ops import library as ops
-from tests.sources import ROOT
 
 pytestmark = pytest.mark.everywhere
 
 
-def run_info(*args: str, **environment: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "flash_ext.info", *args], cwd=ROOT, capture_output=True,
-                          text=True, check=False, timeout=120, env={**os.environ, **environment})  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_info_as_json():
-    report = json.loads(run_info("--json"))
+def test_info_as_json(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["info", "--json"])
+    info.main()
+    report = json.loads(capsys.readouterr().out)
     assert report["extension"]["loaded"] is True
     assert report["extension"] | ops._C.build_info == report["extension"]
     assert report["runtime"]["torch"] == torch.__version__
     assert len(report["devices"]) == torch.cuda.device_count()
 
 
-def test_info_without_a_gpu():
-    text = run_info(CUDA_VISIBLE_DEVICES="")
+def test_info_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["info"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    info.main()
+    text = capsys.readouterr().out
     assert "no GPU is visible" in text and "backend cpu" in text and torch.__version__ in text
 
 
-def test_info_tells_what_serves_a_gpu_and_why_the_rest_does_not(monkeypatch):
-    """On a pretended GPU: first one that the sm90 path serves, then one that is too old for it."""
-    for compute_capability, said in (
+@pytest.mark.parametrize(
+    "compute_capability, said",
+    [
         (90, "fwd, head_dim 128  backend sm90: fwd_sm90_hd128"),
         (75, "fwd, not sm80: compute capability 7.5 is below 8.0"),
-    ):
-        major, minor = divmod(compute_capability, 10)
-        properties = types.SimpleNamespace(
-            name="pretended", major=major, minor=minor, total_memory=2**35, multi_processor_count=132
-        )
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, found=properties: found)
-        facts = {"compute_capability": compute_capability, "num_sms": 132, "smem_per_block": 232448}
-        before = {name: ops._C.get_switch(name) for name in facts}
-        try:
-            for name, value in facts.items():
-                ops._C.set_switch(name, value)
-            text = info.as_text(info.collect())
-        finally:
-            for name, value in before.items():
-                ops._C.set_switch(name, value)
-        assert said in text and f"compute capability {major}.{minor}, 132 SMs, 32.0 GiB" in text
+    ],
+)
+@pytest.mark.usefixtures("pretended_gpu")
+def test_info_tells_what_serves_a_gpu_and_why_the_rest_does_not(monkeypatch, compute_capability, said):
+    major, minor = divmod(compute_capability, 10)
+    properties = types.SimpleNamespace(
+        name="pretended", major=major, minor=minor, total_memory=2**35, multi_processor_count=132
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    ops._C.set_switch("compute_capability", compute_capability)
+    text = info.as_text(info.collect())
+    assert said in text and f"compute capability {major}.{minor}, 132 SMs, 32.0 GiB" in text
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ import collections
 import contextlib
 import datetime
 import fcntl
+import gc
 import json
 import os
 import random
@@ -129,6 +130,17 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt("terminated")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """What is there after collection lives until the end: it is not looked through for garbage again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups

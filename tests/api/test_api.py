@@ -251,8 +251,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_the_same_words_everywhere(case: str) -> None:
-    """By the CPU path, by the road to the GPU, and while tracing for either."""
+    """By the CPU path, by the road to the GPU, and while tracing for either; and beside modifiers."""
     args, exception, words = REFUSED[case]
+    if case != "no head_dim":  # of which modifiers take the default scale before they look
+        with pytest.raises(exception, match=words):
+            flash_ext.forward(**args, softcap=2.0)
     with pytest.raises(exception, match=words) as on_cpu:
         flash_ext.forward(**args)
     with null_kernels(), pytest.raises(exception) as before_launch:
@@ -323,8 +326,9 @@ MISUSED = {
 @pytest.mark.parametrize("case", MISUSED)
 def test_misuse_names_the_argument(case: str) -> None:
     args, words = MISUSED[case]
-    with pytest.raises(TypeError, match=words):
-        flash_ext.forward(**args)
+    for more in ({}, {"softcap": 2.0}):
+        with pytest.raises(TypeError, match=words):
+            flash_ext.forward(**args, **more)
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
@@ -334,12 +338,8 @@ def test_names_of_other_libraries_lead_to_ours(name: str) -> None:
     for value in re.findall(r"flash_ext\.([\w.]+)", hint):
         operator.attrgetter(value)(flash_ext)
     results = {"out": zeros(2, 8, 4, 16), "lse": torch.zeros(2, 4, 8)}
-    calls = {
-        "attention": dense(),
-        "attention_varlen": packed(),
-        "forward": dense(),
-        "backward": {"dout": zeros(2, 8, 4, 16), **dense(), **results},
-    }
+    backward = {"dout": zeros(2, 8, 4, 16), **dense(), **results}
+    calls = {"attention": dense(), "attention_varlen": packed(), "forward": dense(), "backward": backward}
     for function, arguments in calls.items():
         parameters = inspect.signature(getattr(flash_ext, function)).parameters
         leads_on = "=" not in hint or hint.split("=")[0] in parameters
@@ -352,13 +352,13 @@ def test_names_of_other_libraries_lead_to_ours(name: str) -> None:
 
 
 def test_no_keyword_of_another_function_is_proposed() -> None:
-    for call, name in (
-        (functools.partial(flash_ext.forward, **dense()), "layout"),
-        (functools.partial(flash_ext.forward, **dense()), "return_aux"),
-        (functools.partial(flash_ext.attention_varlen, **packed()), "layout"),
+    for call, arguments, name in (
+        (flash_ext.forward, dense(), "layout"),
+        (flash_ext.forward, dense(), "return_aux"),
+        (flash_ext.attention_varlen, packed(), "layout"),
     ):
         with pytest.raises(TypeError, match=rf"has no keyword '{name}'\.(?! Did you mean {name})"):
-            call(**{name: None})
+            call(**arguments, **{name: None})
 
 
 @pytest.mark.parametrize("more", [{}, {"softcap": 5.0}], ids=["plain", "modified"])
@@ -455,12 +455,10 @@ def test_tracing_for_a_gpu_refuses_what_a_gpu_refuses() -> None:
             flash_ext.attention(wide, wide, wide)
         with pytest.raises(TypeError, match="k torch.float16, v torch.float32"):
             flash_ext.attention(half, half, wide)
-        with pytest.raises(
-            NotImplementedError, match="head_dim of q and k must be at most 256 on cuda, got 257"
-        ):
-            flash_ext.attention(large, large, half)
-        with pytest.raises(NotImplementedError, match="head_dim of v must be at most 256 on cuda, got 257"):
-            flash_ext.attention(half, half, large)
+        for qkv, which in (((large, large, half), "q and k"), ((half, half, large), "v")):
+            words = f"head_dim of {which} must be at most 256 on cuda, got 257"
+            with pytest.raises(NotImplementedError, match=words):
+                flash_ext.attention(*qkv)
         with pytest.raises(ValueError, match="one device, got q on cuda:0, k on cpu, v on cuda:0"):
             flash_ext.attention(half, half.cpu(), half)
         with pytest.raises(ValueError, match="cu_seqlens_k must be on the device of q"):

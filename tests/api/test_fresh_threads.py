@@ -185,11 +185,3 @@ def test_families_have_every_kernel_that_makes_tensor_maps(pretended_gpu: None) 
     wanted |= {"bwd_sm90", "bwd_q_sm90", "bwd_mod_sm90", "bwd_q_mod_sm90", "bwd_bias_sm90"}
     wanted |= {"fwd_short_sm80", "bwd_short_sm80", "fwd_split_sm80", "fwd_split_cached_sm80"}
     assert wanted - found == set()
-
-
-def test_what_a_thread_raises_is_kept() -> None:
-    def fails() -> None:
-        raise RuntimeError("invalid device context")
-
-    results, raised = in_new_threads({"good": lambda: 1, "bad": fails})
-    assert results == {"good": 1} and str(raised["bad"]) == "invalid device context"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
+import itertools
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,9 +31,6 @@ from tests.modifier_options import (
 )
 from tests.qkv import make_packed, make_qkv
 
-OPTIONS = tuple(dict.fromkeys(name for packed in (True, False) for name in make_options(make_inputs(packed))))
-
-
 # ---- all pairs -------------------------------------------------------------------------------------------
 
 
@@ -45,25 +43,45 @@ def test_the_options_are_all_there_are() -> None:
         assert named == set(inspect.signature(function).parameters) - needed - of_caches
 
 
+def by_threes(options: dict[str, Option]) -> Iterator[tuple[str, ...]]:
+    """Each option, then groups of up to three in which every two that go together meet."""
+    together = {
+        frozenset(pair)
+        for pair in itertools.combinations(options, 2)
+        if not exclude_each_other(*(options[name] for name in pair))
+    }
+    yield from ((name,) for name in options)
+    to_come = dict.fromkeys(
+        pair for pair in map(frozenset, itertools.combinations(options, 2)) if pair in together
+    )
+    while to_come:
+        first, second = group = tuple(next(iter(to_come)))
+        gains = {
+            name: len(to_come.keys() & {frozenset((first, name)), frozenset((second, name))})
+            for name in options
+            if {frozenset((first, name)), frozenset((second, name))} <= together
+        }
+        if gains:
+            group += (max(gains, key=gains.__getitem__),)
+        for pair in itertools.combinations(group, 2):
+            to_come.pop(frozenset(pair), None)
+        yield group
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("first", OPTIONS)
-def test_every_pair_of_options(first: str, packed: bool) -> None:
-    """Both options act, on results and gradients; none is dropped silently."""
+def test_every_pair_of_options(packed: bool) -> None:
+    """All options of a group act, on results and gradients; none is dropped silently."""
     inputs = make_inputs(packed)
     options = make_options(inputs)
-    if first not in options:
-        pytest.skip("only packed or only dense input has it")
-    for second in OPTIONS[OPTIONS.index(first) :]:
-        if second not in options or first != second and exclude_each_other(options[first], options[second]):
-            continue
-        both = combined(options[first], options[second])
-        leaves = leaves_of(inputs, both)
-        results, exact = call(inputs, both), expected(inputs, both)
+    for group in by_threes(options):
+        option = combined(*(options[name] for name in group))
+        leaves = leaves_of(inputs, option)
+        results, exact = call(inputs, option), expected(inputs, option)
         assert len(results) == len(exact)
-        for got, want in zip(results, exact, strict=True):
-            torch.testing.assert_close(got, want, msg=lambda text, at=second: f"{first} + {at}: {text}")
-        for got, want in zip(gradients(results, leaves), gradients(exact, leaves), strict=True):
-            torch.testing.assert_close(got, want, msg=lambda text, at=second: f"{first} + {at}: {text}")
+        for got, want in zip(
+            (*results, *gradients(results, leaves)), (*exact, *gradients(exact, leaves)), strict=True
+        ):
+            torch.testing.assert_close(got, want, msg=lambda text, group=group: f"{group}: {text}")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -77,26 +95,6 @@ def test_no_option_is_without_effect(packed: bool) -> None:
     for name, option in make_options(inputs).items():
         changed = not torch.equal(call(inputs, option)[0], plain)
         assert changed == (name not in silent | only_with_others), name
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_gradcheck_of_every_option(packed: bool) -> None:
-    """Finite differences of out and lse along random directions, in float64, by every float input."""
-    inputs = make_inputs(packed)
-    with_lse = Option({"return_aux": AuxRequest(lse=True)})
-    for name, option in make_options(inputs).items():
-        both = combined(option, with_lse)
-        named = list(both.tensors())
-
-        def results(*given: Tensor, named=named, both=both) -> tuple[Tensor, ...]:
-            changed = both.with_tensors(dict(zip(named, given[3:], strict=True)))
-            found = call(dataclasses.replace(inputs, qkv=given[:3]), changed)
-            return tuple(t.where(t.isfinite(), 0.0) for t in found[:2])
-
-        # The fast mode widens atol by the sizes of its directions, 400 times here: with the default of 1e-5 a
-        # gradient of q that is 2 % off passes.
-        leaves = leaves_of(inputs, both)
-        assert torch.autograd.gradcheck(results, leaves, fast_mode=True, atol=1e-9), name
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

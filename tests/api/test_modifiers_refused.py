@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from torch import Tensor
@@ -181,7 +179,7 @@ def test_refused_in_words(case: str) -> None:
         flash_ext.attention(**dense(**keywords()))
 
 
-OLD_NAMES = {
+OTHER_KEYWORDS = {
     "softmax_scale": "scale=", "is_causal": "causal=", "window": "window_size=", "path": "backend=",
     "attn_mask": "mask= .* or bias= ", "key_padding_mask": "masks.KeyMask", "alibi_slopes": "masks.ALiBi",
     "document_ids": "masks.Documents", "prefix_lens": "masks.PrefixLM", "sink_tokens": "masks.SlidingWindow",
@@ -189,56 +187,19 @@ OLD_NAMES = {
     "hidden_rows": "masks.HiddenRows", "hidden_keys": "masks.HiddenKeys", "return_max_logits": "AuxRequest",
     "sofcap": "softcap=", "dropuot_p": "dropout_p=",
 }  # fmt: skip
+WITHOUT_COUNTERPART = {
+    "enable_gqa": "Grouped heads need no switch: leave it out.",
+    "cu_seqlens_q": "Packed sequences go into flash_ext.attention_varlen.",
+    "block_table": "Keys in a cache go into flash_ext.attention_varlen.",
+}
 
 
-@pytest.mark.parametrize("name", OLD_NAMES)
-def test_another_name_is_answered_with_ours(name: str) -> None:
-    q, k, v = make_qkv()
-    cu = torch.tensor([0, 17], dtype=torch.int32)
-    for function, tensors in (
-        (flash_ext.attention, (q, k, v)),
-        (flash_ext.attention_varlen, (q[0], k[0], v[0], cu, cu)),
-        (flash_ext.forward, (q, k, v)),
-        (flash_ext.backward, (q, q, k, v, q, q)),
-    ):
-        if "AuxRequest" in OLD_NAMES[name] and function in (flash_ext.forward, flash_ext.backward):
-            continue  # these have no return_aux
-        words = rf"{function.__name__}\(\) has no keyword '{name}'. Did you mean .*{OLD_NAMES[name]}"
-        with pytest.raises(TypeError, match=words):
-            function(*tensors, **{name: None})
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("enable_gqa", "Grouped heads need no switch: leave it out."),
-        ("cu_seqlens_q", "Packed sequences go into flash_ext.attention_varlen."),
-        ("block_table", "Keys in a cache go into flash_ext.attention_varlen."),
-    ],
-)
-def test_a_keyword_without_a_counterpart_is_answered_with_what_to_do(name: str, words: str) -> None:
-    with pytest.raises(TypeError, match=rf"^attention\(\) has no keyword '{name}'. {re.escape(words)}$"):
+@pytest.mark.parametrize("name", [*OTHER_KEYWORDS, *WITHOUT_COUNTERPART])
+def test_another_keyword_is_answered_with_ours_or_with_what_to_do(name: str) -> None:
+    """What other functions answer is in test_api.py."""
+    answer = f"Did you mean .*{OTHER_KEYWORDS[name]}" if name in OTHER_KEYWORDS else WITHOUT_COUNTERPART[name]
+    with pytest.raises(TypeError, match=rf"^attention\(\) has no keyword '{name}'. {answer}"):
         flash_ext.attention(*make_qkv(), **{name: None})
-
-
-def test_arguments_are_checked_beside_modifiers_too() -> None:
-    for changes, exception, words in (
-        ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
-        ({"q": torch.zeros(8, 4, 16)}, ValueError, r"q must have shape \(batch, .* got \(8, 4, 16\)"),
-        ({"window_size": 5}, TypeError, "window_size must be a pair of ints"),
-        ({"window_size": (-2, 0)}, ValueError, r"window_size must be .*got \(-2, 0\)"),
-        ({"scale": float("nan")}, ValueError, "^scale must be finite, got nan"),
-        (
-            {"scale": torch.tensor(0.5, requires_grad=True)},
-            TypeError,
-            "^scale must be a number, got Tensor. It would get no gradient",
-        ),
-        ({"backend": "sm75"}, ValueError, "must be None .automatic. or one of sm90, sm80, cpu, got 'sm75'"),
-        ({"backend": 4}, TypeError, "backend must be a str or None, got int"),
-        ({"v": torch.zeros(2, 10, 2, 16)}, TypeError, "v torch.float32"),
-    ):
-        with pytest.raises(exception, match=words):
-            flash_ext.attention(**{**dense(mask=rectangle(8, 10)), **changes})
 
 
 def test_a_scale_that_learns_is_refused_rather_than_dropped() -> None:

@@ -93,17 +93,14 @@ def test_lse_is_made_where_it_is_asked_for(name: str, device: str) -> None:
             assert elements_of(lambda: call(return_aux=LSE)) == [aux.lse.numel()]
             assert elements_of(call) == [0]
             assert torch.equal(call(), wanted)
-
-
-@on_devices
-def test_maxima_without_lse(device: str) -> None:
-    q, k, v = make_qkv(device)
-    both = flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True, max_scores=True))
-    call = functools.partial(flash_ext.attention, q, k, v, return_aux=AuxRequest(max_scores=True))
-    assert elements_of(call) == [0]
-    out, aux = call()
-    assert aux.lse is None
-    assert torch.equal(out, both[0]) and torch.equal(aux.max_scores, both[1].max_scores)
+            with_maxima = functools.partial(call, return_aux=AuxRequest(max_scores=True))
+            if name == "cached":  # which has none
+                continue
+            assert elements_of(with_maxima) == [0]
+            out, found = with_maxima()
+            assert found.lse is None and torch.equal(out, wanted)
+            both = call(return_aux=AuxRequest(lse=True, max_scores=True))[1]
+            assert torch.equal(found.max_scores, both.max_scores)
 
 
 @on_devices
@@ -154,32 +151,36 @@ def test_under_vmap_as_without(options: dict[str, float], device: str) -> None:
         assert mapped(q.float(), k.float(), v.float()).dtype == torch.bfloat16
 
 
-def test_serving_asks_for_what_it_returns() -> None:
-    q, k, v, cu = make_packed(spare=0)
-    used = torch.tensor([2, 0, 5], dtype=torch.int32)
-    for cached in ({}, {"seqused_k": used}):
-        call = functools.partial(flash_ext.serving.flash_attn_varlen_func, q, k, v, 9, cu, 9, cu, **cached)
-        assert elements_of(call) == [0]
-        assert elements_of(functools.partial(call, return_softmax_lse=True)) == [12 * 4]
-        assert torch.equal(call(return_softmax_lse=True)[0], call())
+def other_calls() -> dict[str, Attention]:
+    """Calls whose lse has a flag of its own."""
+    p, pk, pv, cu = make_packed(spare=0)
+    serving = functools.partial(flash_ext.serving.flash_attn_varlen_func, p, pk, pv, 9, cu, 9, cu)
+    packed = functools.partial(flash_attn.flash_attn_varlen_func, p, pk, pv, cu, cu, 9, 9)
+    dense = functools.partial(flash_attn.flash_attn_func, *make_qkv())
+    return {
+        "serving": serving,
+        "serving, cached": functools.partial(serving, seqused_k=torch.tensor([2, 0, 5], dtype=torch.int32)),
+        "flash_attn": dense,
+        "flash_attn, dropout": functools.partial(dense, dropout_p=0.5),
+        "flash_attn, packed": packed,
+        "flash_attn, packed, dropout": functools.partial(packed, dropout_p=0.5),
+    }
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_flash_attn_asks_for_what_it_returns(dropout_p: float, packed: bool) -> None:
-    if packed:
-        q, k, v, cu = make_packed(spare=0)
-        call = functools.partial(flash_attn.flash_attn_varlen_func, q, k, v, cu, cu, 9, 9, dropout_p)
-    else:
-        call = functools.partial(flash_attn.flash_attn_func, *make_qkv(), dropout_p)
+@pytest.mark.parametrize("name", other_calls())
+def test_other_functions_ask_for_what_they_return(name: str) -> None:
+    call, flag = other_calls()[name], "return_softmax_lse" if "serving" in name else "return_attn_probs"
+    with_lse = functools.partial(call, **{flag: True})
     assert elements_of(call) == [0]
-    assert elements_of(functools.partial(call, return_attn_probs=True))[0] > 0
+    assert (
+        elements_of(with_lse)[0]
+        == (2 * 17 if name.startswith("flash_attn") and "packed" not in name else 12) * 4
+    )
     found = []
-    for more in ({}, {"return_attn_probs": True}):
+    for function in (call, with_lse):
         torch.manual_seed(3)
-        out = call(**more)
-        found.append(out[0] if more else out)
-    assert torch.equal(*found)
+        found.append(function())
+    assert torch.equal(found[0], found[1][0])
 
 
 # ---- the operators ---------------------------------------------------------------------------------------
@@ -249,17 +250,6 @@ def test_no_keys_at_all() -> None:
                 *tensors, *numbers, *mods, True, False, None, False, False
             )
             assert not out.any() and lse.shape == (0,) and (row_max == -torch.inf).all()
-
-
-def test_vmap_of_the_operator() -> None:
-    q, k, v = make_qkv()
-    numbers = (0, 0, 0.25, -1, -1)
-
-    def attend(*qkv: Tensor) -> Tensor:
-        return OPS.fwd.default(*qkv, None, None, *numbers, False, None, False, False)[0]
-
-    mapped = torch.vmap(attend)(q[:, None], k[:, None], v[:, None])
-    assert torch.equal(mapped.flatten(0, 1), attend(q, k, v))
 
 
 @on_devices

@@ -143,14 +143,19 @@ def test_gradcheck_of_both_results() -> None:
 
 
 @on_devices
-def test_second_derivative_raises_under_torch_func(device: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}])
+def test_second_derivatives_raise(options: dict[str, float], device: str) -> None:
     q, k, v = make_qkv(device)
 
     def loss(q: Tensor) -> Tensor:
-        return flash_ext.attention(q, k, v).square().sum()
+        return flash_ext.attention(q, k, v, **options).square().sum()
 
-    with pytest.raises(RuntimeError, match="second derivative of attention is not implemented"):
+    words = "second derivative of attention is not implemented"
+    with pytest.raises(RuntimeError, match=words):
         torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(q)
+    (grad,) = torch.autograd.grad(loss(q.requires_grad_()), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=words):
+        grad.sum().backward()
 
 
 @on_devices
@@ -395,11 +400,12 @@ def test_saved_tensors_can_be_offloaded(device: str) -> None:
 
 
 @on_devices
-def test_flop_counts_are_those_of_sdpa(device: str) -> None:
+@pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 1.0}])
+def test_flop_counts_are_those_of_sdpa(options: dict, device: str) -> None:
     b, s_q, s_k, h, d, d_v = 2, 17, 23, 4, 16, 24
     inputs = make_qkv(device, seqlen_q=s_q, seqlen_k=s_k, head_dim_v=d_v, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        out = flash_ext.attention(*inputs, causal=True)
+        out = flash_ext.attention(*inputs, **options)
     forward = 2 * b * h * s_q * s_k * (d + d_v)
     assert counter.get_total_flops() == forward
     with FlopCounterMode(display=False) as counter:

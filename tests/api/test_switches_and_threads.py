@@ -63,6 +63,16 @@ class Meeting:
             self.here.set()
             self.done.wait(0.25)
 
+    def second(self, function: Callable[[], Any]) -> Callable[[], None]:
+        """What the other thread does once the first is here."""
+
+        def run() -> None:
+            assert self.here.wait(10)
+            function()
+            self.done.set()
+
+        return run
+
 
 # ---- PyTorch's own attention -----------------------------------------------------------------------------
 
@@ -77,13 +87,7 @@ def test_two_threads_switch_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
         meeting.wait_if_first()
 
     monkeypatch.setattr(sdpa_override, "_prefer_own_backends", prefer)
-
-    def second() -> None:
-        assert meeting.here.wait(10)
-        flash_ext.enable_sdpa()
-        meeting.done.set()
-
-    in_threads(flash_ext.enable_sdpa, second)
+    in_threads(flash_ext.enable_sdpa, meeting.second(flash_ext.enable_sdpa))
     assert switched == [1] and is_on()
 
 
@@ -99,13 +103,7 @@ def test_two_threads_switch_off_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sdpa_override._Active, "remove", remove)
     flash_ext.enable_sdpa()
-
-    def second() -> None:
-        assert meeting.here.wait(10)
-        flash_ext.disable_sdpa()
-        meeting.done.set()
-
-    in_threads(flash_ext.disable_sdpa, second)
+    in_threads(flash_ext.disable_sdpa, meeting.second(flash_ext.disable_sdpa))
     assert removed == [1] and not is_on()
 
 
@@ -242,23 +240,6 @@ print("whole", turns)
 """
 
 
-def run_switching(device: str, seconds: float) -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", SWITCHING.format(device=device, seconds=seconds)],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stdout.startswith("whole"), done.stderr[-2000:]
-
-
-def test_threads_that_switch_while_others_attend() -> None:
-    run_switching("cpu", 1.5)
-
-
-@pytest.mark.gpu
-def test_gpu_threads_that_switch_while_others_attend() -> None:
-    run_switching("cuda", 8.0)
-
-
 TORCH_VERSION = f"{torch.__version__} {torch.version.git_version} {torch._C._GLIBCXX_USE_CXX11_ABI}"
 
 # What torch's own implementations are to the dispatcher, for CPU tensors: functions in C++, the backward with
@@ -303,7 +284,7 @@ start, seen = time.monotonic(), collections.Counter()
 
 def goes_on():  # longer on a busy machine, until everything has been seen
     passed = time.monotonic() - start
-    return passed < 2 or (passed < 60 and len(seen) < 3)
+    return passed < 1.5 or (passed < 60 and len(seen) < 3)
 
 def switch():
     while goes_on():
@@ -330,15 +311,14 @@ assert set(seen) == {("ours", torch.bfloat16), ("torch's", torch.bfloat16), ("to
 """
 
 
-@pytest.mark.slow
-def test_calls_of_operators_that_come_and_go(tmp_path: Path) -> None:
-    """The dispatcher's entries change under calls, as on a GPU, where torch has its own implementations."""
+def stock_library(folder: Path) -> Path | None:
+    """Those implementations, compiled; nothing where there is no compiler."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        pytest.skip("no C++ compiler")
-    library = tmp_path / "stock.so"
+        return None
+    library = folder / "stock.so"
 
-    def compile_stock() -> bytes:
+    def compile_it() -> bytes:
         library.with_suffix(".cpp").write_text(STOCK)
         includes = [f"-I{path}" for path in cpp_extension.include_paths()]
         folders = [f"-L{path}" for path in cpp_extension.library_paths()]
@@ -349,12 +329,32 @@ def test_calls_of_operators_that_come_and_go(tmp_path: Path) -> None:
 
     # The headers are those of torch: to look at them takes most of the time that compiling does.
     version = subprocess.run([compiler, "-v"], capture_output=True, check=True).stderr
-    library.write_bytes(kept("stock 1", [STOCK.encode(), version, TORCH_VERSION.encode()], compile_stock))
+    library.write_bytes(kept("stock 1", [STOCK.encode(), version, TORCH_VERSION.encode()], compile_it))
+    return library
+
+
+def run_whole(program: str, *arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", BESIDE_STOCK, str(library)],
+        [sys.executable, "-X", "faulthandler", "-c", program, *arguments],
         capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0 and done.stdout.startswith("whole"), done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_threads_that_switch_while_others_attend(tmp_path: Path) -> None:
+    """And then while entries of the dispatcher that torch has, as on a GPU, come and go under calls."""
+    library = stock_library(tmp_path)
+    switching = SWITCHING.format(device="cpu", seconds=1.0)
+    if library is None:
+        run_whole(switching)
+        pytest.skip("no C++ compiler for the second half")
+    run_whole(switching + BESIDE_STOCK, str(library))
+
+
+@pytest.mark.gpu
+def test_gpu_threads_that_switch_while_others_attend() -> None:
+    run_whole(SWITCHING.format(device="cuda", seconds=8.0))
 
 
 # ---- the batch-invariant mode ----------------------------------------------------------------------------
@@ -370,16 +370,11 @@ def test_what_a_thread_finds_is_what_another_has_set(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(batch_invariance, "_set", set_mode)
 
-    def outer() -> None:
-        undone["outer"] = flash_ext.serving.set_batch_invariant(True)
-
-    def inner() -> None:
-        assert meeting.here.wait(10)
-        undone["inner"] = flash_ext.serving.set_batch_invariant(True)
-        meeting.done.set()
+    def switch_on(which: str) -> None:
+        undone[which] = flash_ext.serving.set_batch_invariant(True)
 
     try:
-        in_threads(outer, inner)
+        in_threads(lambda: switch_on("outer"), meeting.second(lambda: switch_on("inner")))
         undone["inner"].close()
         assert flash_ext.serving.is_batch_invariant()
         undone["outer"].close()
@@ -441,13 +436,8 @@ def test_the_log_names_the_threads_own_launch(caplog: pytest.LogCaptureFixture) 
 
     logged = log.logged(forward, level=3)
 
-    def second() -> None:
-        assert meeting.here.wait(10)
-        forward(40)
-        meeting.done.set()
-
     with null_kernels(), caplog.at_level(logging.INFO, logger="flash_ext"):
         forward_grid = (flash_ext.forward(q, k, v), _C.last_launch()["grid"])[1]
-        in_threads(lambda: logged(1), second)
+        in_threads(lambda: logged(1), meeting.second(lambda: forward(40)))
         assert _C.last_launch()["grid"] != forward_grid == 8
     assert any(f", grid {forward_grid}" in message for message in caplog.messages), caplog.messages

@@ -440,11 +440,6 @@ def test_bounds_in_tensors_are_not_read(more: dict) -> None:
         assert torch.equal(a, b)
 
 
-def test_options_are_keywords_only() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        flash_ext.attention(*make_qkv(), True)
-
-
 def test_tracing_for_a_gpu_refuses_what_a_gpu_refuses() -> None:
     with FakeTensorMode():
         half, wide = (

@@ -202,23 +202,21 @@ def test_the_mask_with_a_warning_compiles() -> None:
     )
 
 
-def test_a_word_for_causal_is_refused() -> None:
-    """It is true, whatever it says: taken for True it would mean another alignment than "top_left" does."""
-    q, k, v = make_qkv(seqlen_k=21)
-    compiled = torch.compile(flash_ext.attention, backend="eager")
-    for call in (flash_ext.attention, compiled):
-        with pytest.raises(TypeError, match=r"causal must be a bool, got 'top_left'.*masks\.Causal"):
-            call(q, k, v, causal="top_left")
-
-
-@pytest.mark.parametrize("name, words", [
-    ("return_lse", "Did you mean return_aux="), ("masc", "no keyword 'masc'"),
+@pytest.mark.parametrize("wrong, words", [
+    ({"causal": "top_left"}, r"causal must be a bool, got 'top_left'.*masks\.Causal"),
+    ({"return_lse": True}, "Did you mean return_aux="), ({"masc": True}, "no keyword 'masc'"),
 ])  # fmt: skip
-def test_an_unknown_keyword_is_refused_in_words(name: str, words: str) -> None:
-    """Also with one graph, where the words are inside those of the compiler."""
-    compiled = torch.compile(flash_ext.attention, fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match=words):
-        compiled(*make_qkv(), **{name: True})
+def test_wrong_arguments_are_refused_in_words(wrong: dict, words: str) -> None:
+    """Also with one graph, where the words are inside those of the compiler.
+
+    A word for causal is true, whatever it says: taken for True it would mean another alignment.
+    """
+    calls = [torch.compile(flash_ext.attention, fullgraph=True, backend="eager"), flash_ext.attention]
+    if "causal" in wrong:
+        calls[0] = torch.compile(flash_ext.attention, backend="eager")
+    for call in calls:
+        with pytest.raises(Exception, match=words):
+            call(*make_qkv(seqlen_k=21), **wrong)
 
 
 def test_merging_compiles() -> None:
@@ -262,11 +260,12 @@ def test_inductor_keeps_strides(device: str) -> None:
 
     def layer(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (x @ weight).unflatten(-1, (8, 16)).split([4, 2, 2], dim=2)
-        out = flash_ext.attention(q.sin(), k.transpose(1, 2).cos().transpose(1, 2), v, causal=True)
+        keys = k.transpose(1, 2).cos().transpose(1, 2)
+        out = flash_ext.attention(q.sin(), keys, v, causal=True)
         twin = flash_ext.scaled_dot_product_attention(
             *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
         )
-        biased = flash_ext.attention(q.sin(), k.cos(), v, causal=True, bias=bias.tanh().mT)
+        biased = flash_ext.attention(q.sin(), keys, v, causal=True, bias=bias.tanh().mT)
         return (out + twin.transpose(1, 2)).flatten(2).tanh(), biased
 
     x = torch.randn(2, 33, 64, device=device, dtype=make_qkv(device)[0].dtype)

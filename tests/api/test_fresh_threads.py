@@ -39,29 +39,21 @@ def drop_context() -> None:
     assert status == 0, f"cuCtxSetCurrent: {status}"
 
 
+@pytest.mark.parametrize("after_a_drop", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 @on_gpu_paths
-def test_the_first_cuda_work_of_a_thread(target: Target, name: str) -> None:
+def test_the_first_cuda_work_of_a_thread(target: Target, name: str, after_a_drop: bool) -> None:
+    """Also after a drop: a context that was bound by an earlier call may be gone at the next."""
     calls = calls_that_run(name, target)
     torch.cuda.synchronize()
-    results, raised = in_new_threads(calls)
-    assert not raised, raised
-    for what, call in calls.items():
-        assert same_as_here(call, results[what]), what
 
-
-@pytest.mark.parametrize("name", FAMILIES)
-@on_gpu_paths
-def test_a_thread_whose_context_was_dropped(target: Target, name: str) -> None:
-    """A context that was bound by an earlier call may be gone at the next."""
-    calls = calls_that_run(name, target)
-
-    def after_a_drop(call: thread_soak.Call) -> tuple[torch.Tensor, ...]:
-        call()
-        drop_context()
+    def work(call: thread_soak.Call) -> tuple[torch.Tensor, ...]:
+        if after_a_drop:
+            call()
+            drop_context()
         return call()
 
-    results, raised = in_new_threads({what: lambda c=call: after_a_drop(c) for what, call in calls.items()})
+    results, raised = in_new_threads({what: lambda c=call: work(c) for what, call in calls.items()})
     assert not raised, raised
     for what, call in calls.items():
         assert same_as_here(call, results[what]), what

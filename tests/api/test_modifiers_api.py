@@ -29,7 +29,7 @@ from tests.modifier_options import (
     make_inputs,
     make_options,
 )
-from tests.qkv import make_packed, make_qkv
+from tests.qkv import OperatorCalls, make_packed, make_qkv
 
 # ---- all pairs -------------------------------------------------------------------------------------------
 
@@ -166,18 +166,20 @@ def test_a_mask_may_have_any_strides() -> None:
             assert torch.equal(got, flash_ext.attention(q, k, v, **{name: t.contiguous()}))
 
 
-def test_a_mask_inside_packed_sequences_may_be_shorter_or_longer() -> None:
+def test_masks_and_biases_count_inside_packed_sequences() -> None:
+    """Those of elements may be shorter or longer."""
     q, k, v, cu = make_packed(lengths=(3, 0, 9))
     bias, mask = torch.randn(5, 20), torch.rand(5, 20) > 0.4
-    out_bias = flash_ext.attention_varlen(q, k, v, cu, cu, bias=bias)
-    out_mask = flash_ext.attention_varlen(q, k, v, cu, cu, mask=mask)
+    position = masks.RelativePosition(torch.randn(4, 5), bucketing="clip")
+    given = ({"bias": bias}, {"mask": mask}, {"bias": position})
+    whole = [flash_ext.attention_varlen(q, k, v, cu, cu, **options) for options in given]
     for start, length in ((0, 3), (3, 9)):
         one = [t[None, start : start + length] for t in (q, k, v)]
         own_bias, own_mask = torch.zeros(length, length), torch.zeros(length, length, dtype=torch.bool)
         rows = min(length, 5)
         own_bias[:rows], own_mask[:rows] = bias[:rows, :length], mask[:rows, :length]
-        for whole, own in ((out_bias, {"bias": own_bias}), (out_mask, {"mask": own_mask})):
-            torch.testing.assert_close(whole[start : start + length], flash_ext.attention(*one, **own)[0])
+        for out, own in zip(whole, ({"bias": own_bias}, {"mask": own_mask}, {"bias": position}), strict=True):
+            torch.testing.assert_close(out[start : start + length], flash_ext.attention(*one, **own)[0])
 
 
 @pytest.mark.parametrize("dims", [("batch",), ("batch", "rows"), ("keys",)])
@@ -206,19 +208,10 @@ def test_an_expanded_bias_gets_the_gradient_of_its_source(dims: tuple[str, ...])
 def test_an_expanded_bias_costs_no_expanded_gradient() -> None:
     q, k, v = make_qkv(seqlen_q=4, dtype=torch.float64)
     source = torch.randn(1, 4, 4, 4, dtype=torch.float64, requires_grad=True)
-    sizes: list[int] = []
-
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            results = func(*args, **(kwargs or {}))
-            if func is torch.ops.flash_ext.bwd_mod.default:
-                sizes.append(results[3].numel())
-            return results
-
     out = flash_ext.attention(q, k, v, bias=source.expand(2, 4, 4, 4))
-    with Spy():
+    with OperatorCalls() as calls:
         out.sum().backward()
-    assert sizes == [source.numel()]
+    assert [results[3].numel() for name, _, results in calls.seen if name == "bwd_mod"] == [source.numel()]
 
 
 @pytest.fixture
@@ -273,15 +266,6 @@ def test_whole_blocks_carry_no_element_mask() -> None:
 
 
 # ---- a bias by distance ----------------------------------------------------------------------------------
-
-
-def test_a_relative_position_bias_counts_inside_packed_sequences() -> None:
-    q, k, v, cu = make_packed(lengths=(3, 0, 9))
-    bias = masks.RelativePosition(torch.randn(4, 5), bucketing="clip")
-    out = flash_ext.attention_varlen(q, k, v, cu, cu, bias=bias)
-    for start, length in ((0, 3), (3, 9)):
-        one = [t[None, start : start + length] for t in (q, k, v)]
-        torch.testing.assert_close(out[start : start + length], flash_ext.attention(*one, bias=bias)[0])
 
 
 def test_a_table_of_any_float_type_gets_its_gradient_in_that_type() -> None:
@@ -392,14 +376,6 @@ def test_alignments(lengths: tuple[int, int]) -> None:
                              ({"softcap": 1.0}, "fwd_mod"),
                          ])  # fmt: skip
 def test_what_asks_for_nothing_takes_the_plain_operator(keywords: dict, operator: str) -> None:
-    seen: list[str] = []
-
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "flash_ext":
-                seen.append(func._opname)
-            return func(*args, **(kwargs or {}))
-
-    with Spy():
+    with OperatorCalls() as calls:
         flash_ext.attention(*make_qkv(), **keywords)
-    assert seen == [operator]
+    assert calls.names() == [operator]

@@ -15,7 +15,7 @@ from flash_ext._ops.library_mod import modifier_arguments
 from flash_ext._ops.modifiers import NAMES, Modifiers
 from tests.api.test_ops import check_tracing, with_gradients
 from tests.graphs import capture
-from tests.qkv import dtype_on, make_packed, make_qkv, on_devices
+from tests.qkv import OperatorCalls, dtype_on, make_packed, make_qkv, on_devices
 
 FWD = torch.ops.flash_ext.fwd_mod.default
 BWD = torch.ops.flash_ext.bwd_mod.default
@@ -297,15 +297,8 @@ def test_vmap_over_packed_calls_and_dropout() -> None:
     assert not torch.equal(different[0], different[1])
 
 
-def test_deterministic_mode_reaches_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is BWD:
-                seen.append(args[-2])
-            return func(*args, **(kwargs or {}))
-
+def test_deterministic_mode_reaches_the_gradient() -> None:
+    seen = []
     for how in ("argument", "global", "neither"):
         leaves = make_qkv(requires_grad=True)
         torch.use_deterministic_algorithms(how == "global")
@@ -313,8 +306,9 @@ def test_deterministic_mode_reaches_the_gradient(monkeypatch: pytest.MonkeyPatch
             out = flash_ext.attention(*leaves, softcap=2.0, deterministic=how == "argument")
         finally:
             torch.use_deterministic_algorithms(False)
-        with Spy():
+        with OperatorCalls() as calls:
             out.sum().backward()
+        seen += [args[-2] for name, args, _ in calls.seen if name == "bwd_mod"]
     assert seen == [True, True, False]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_ext
 from flash_ext import AuxRequest, masks
@@ -24,7 +23,7 @@ from flash_ext.compat import flash_attn
 from tests.api.test_ops import with_gradients
 from tests.conftest import NO_CACHING
 from tests.graphs import capture
-from tests.qkv import make_packed, make_qkv, null_kernels, on_devices, tolerance
+from tests.qkv import OperatorCalls, make_packed, make_qkv, null_kernels, on_devices, tolerance
 
 OPS = torch.ops.flash_ext
 LSE = AuxRequest(lse=True)
@@ -32,24 +31,11 @@ BATCH = 2
 Attention = Callable[..., Any]
 
 
-class Seen(TorchDispatchMode):
-    """Notes how many elements the lse of each forward has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "flash_ext" and func._opname.startswith("fwd"):
-            self.elements.append(result[1].numel())
-        return result
-
-
 def elements_of(call: Attention) -> list[int]:
-    with Seen() as seen:
+    """How many elements the lse of each forward has."""
+    with OperatorCalls() as calls:
         call()
-    return seen.elements
+    return [results[1].numel() for name, _, results in calls.seen if name.startswith("fwd")]
 
 
 # ---- what public calls ask for ---------------------------------------------------------------------------

@@ -540,22 +540,14 @@ def test_modules_survive_being_saved(way: str) -> None:
 
 
 def test_results_carry_nothing_that_cannot_be_saved() -> None:
-    """Outputs are plain tensors, masks and biases objects of tensors; loaded ones work as the first."""
+    """Outputs are plain tensors. Masks and biases are in tests/masks/test_values.py."""
     q, k, v = make_qkv(seqlen_q=48)
     file = io.BytesIO()
     out, aux = flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True))
     torch.save((out, aux.lse), file)
     file.seek(0)
     assert all(torch.equal(a, b) for a, b in zip(torch.load(file, weights_only=True), (out, aux.lse)))
-    first = masks.BlockMask.from_rule(lambda b, h, i, j: i >= j, None, None, 48, 48, 16)
-    bias = masks.ALiBi(torch.rand(4)) + masks.DenseBias(torch.randn(48, 48))
-    expected = flash_ext.attention(q, k, v, mask=first & masks.SlidingWindow(9, sink_tokens=2), bias=bias)
-    for copied in (lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy):
-        second = copied(first)
-        assert second.block_size == first.block_size and torch.equal(second.blocks, first.blocks)
-        assert torch.equal(second.elements, first.elements)
-        assert type(copied(aux)) is AuxOutput and torch.equal(copied(aux).lse, aux.lse)
-        mask = copied(first & masks.SlidingWindow(9, sink_tokens=2))
-        assert torch.equal(flash_ext.attention(q, k, v, mask=mask, bias=copied(bias)), expected)
+    for copied in (pickle.loads(pickle.dumps(aux)), copy.deepcopy(aux)):
+        assert type(copied) is AuxOutput and torch.equal(copied.lse, aux.lse)
     for function in (flash_ext.attention, flash_ext.attention_varlen, flash_ext.backward):
         assert pickle.loads(pickle.dumps(function)) is function

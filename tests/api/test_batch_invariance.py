@@ -449,25 +449,20 @@ def check_packed(target: Target, name: str, lengths: tuple[int, int], size: tupl
             for x in parts:
                 x *= 30.0 if i % 2 else 1.0
                 x[::50] = torch.nan
-            dout, *qkv = (torch.cat([a, b.bfloat16()]) for a, b in zip(mine, parts))
-            cu = [torch.tensor([0, *side]).cumsum(0).int().cuda() for side in zip(*bounds)]
-            options = packed_options(name, bounds, at=0, seed=7)
-            got = run_both(target, dout, qkv, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], **options)
-            first = [x[..., : lengths[0]] if label == "lse" else x[: len(t)]
-                     for label, x, t in zip(LABELS, got, (mine[0], mine[0], *mine[1:]))]  # fmt: skip
-            alone = alone or first
-            assert_same(first, alone, f"before {around}")
-            if not around:
-                continue
-            # The same behind its neighbours, at another place in memory and among the tiles.
-            dout, *qkv = (torch.cat([b.bfloat16(), a]) for a, b in zip(mine, parts))
-            bounds = [*around, lengths]
-            cu = [torch.tensor([0, *side]).cumsum(0).int().cuda() for side in zip(*bounds)]
-            options = packed_options(name, bounds, at=-1, seed=7)
-            got = run_both(target, dout, qkv, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], **options)
-            last = [x[..., others[0] :] if label == "lse" else x[len(x) - len(t) :]
-                    for label, x, t in zip(LABELS, got, (mine[0], mine[0], *mine[1:]))]  # fmt: skip
-            assert_same(last, alone, f"behind {around}")
+            # Before its neighbours, and behind them, at another place in memory and among the tiles.
+            for at in (0, -1) if around else (0,):
+                bounds = [lengths, *around] if at == 0 else [*around, lengths]
+                pairs = [(a, b.bfloat16()) if at == 0 else (b.bfloat16(), a) for a, b in zip(mine, parts)]
+                dout, *qkv = (torch.cat(pair) for pair in pairs)
+                cu = [torch.tensor([0, *side]).cumsum(0).int().cuda() for side in zip(*bounds)]
+                options = packed_options(name, bounds, at, seed=7)
+                got = run_both(target, dout, qkv, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], **options)
+                own = []
+                for label, x, count in zip(LABELS, got, (lengths[0], *rows)):
+                    dim = -1 if label == "lse" else 0
+                    own.append(x.narrow(dim, 0 if at == 0 else x.shape[dim] - count, count))
+                alone = alone or own
+                assert_same(own, alone, f"{'before' if at == 0 else 'behind'} {around}")
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "window"])

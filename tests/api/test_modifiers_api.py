@@ -6,6 +6,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.cpu.test_tiled import LargestTensor
 from tests.modifier_options import (
     DIFFERENTIABLE,
     RESULTS_ONLY,
+    Inputs,
     Option,
     call,
     combined,
@@ -97,16 +99,19 @@ def test_no_option_is_without_effect(packed: bool) -> None:
         assert changed == (name not in silent | only_with_others), name
 
 
+def of_the_pair(inputs: Inputs, options: dict[str, Option]) -> Iterator[tuple[str, Option, dict[str, Any]]]:
+    """The options that the functional pair has, and its keywords for them."""
+    bounds = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), inputs.cu, strict=False))
+    for name, option in options.items():
+        if not option.others.keys() & set(RESULTS_ONLY):
+            rng = {"rng": flash_ext.dropout_rng("cpu")} if "dropout_p" in option.others else {}
+            yield name, option, option.keywords | bounds | rng
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_functional_pair_equals_autograd(packed: bool) -> None:
     inputs = make_inputs(packed)
-    bounds = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), inputs.cu, strict=False))
-    for name, option in make_options(inputs).items():
-        if option.others.keys() & set(RESULTS_ONLY):
-            continue
-        keywords = {**option.keywords, **bounds}
-        if "dropout_p" in keywords:
-            keywords["rng"] = flash_ext.dropout_rng("cpu")
+    for name, option, keywords in of_the_pair(inputs, make_options(inputs)):
         with torch.no_grad():
             out, lse = flash_ext.forward(*inputs.qkv, **keywords)
             dout, dlse = torch.randn_like(out), torch.randn_like(lse).where(lse.isfinite(), 0)
@@ -123,14 +128,11 @@ def test_functional_pair_equals_autograd(packed: bool) -> None:
 def test_wide_results_beside_every_option(packed: bool) -> None:
     """out_dtype and grad_dtype, which only the pair has: rounded, the usual results."""
     inputs = make_inputs(packed, torch.bfloat16)
-    bounds = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), inputs.cu, strict=False))
-    for name, option in make_options(inputs).items():
-        if option.others.keys() & set(RESULTS_ONLY):
-            continue
-        single = {key: t.detach().float() for key, t in option.tensors().items()}
-        keywords = option.with_tensors(single).keywords | bounds
-        if "dropout_p" in keywords:
-            keywords["rng"] = flash_ext.dropout_rng("cpu")
+    options = {
+        name: option.with_tensors({key: t.detach().float() for key, t in option.tensors().items()})
+        for name, option in make_options(inputs).items()
+    }
+    for name, option, keywords in of_the_pair(inputs, options):
         with torch.no_grad():
             usual, lse = flash_ext.forward(*inputs.qkv, **keywords)
             wide, same_lse = flash_ext.forward(*inputs.qkv, out_dtype=torch.float32, **keywords)

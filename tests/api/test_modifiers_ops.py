@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -214,41 +216,32 @@ def test_saved_tensors_are_guarded_against_writing() -> None:
         loss.backward()
 
 
-def test_func_grad_and_vmap() -> None:
-    inputs = biased_inputs()
-    expected = torch.autograd.grad(biased(*inputs), inputs)
-    detached = [t.detach() for t in inputs]
-    got = torch.func.grad(biased, argnums=tuple(range(5)))(*detached)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    # Per-sample gradients: queries and sinks mapped, the bias shared.
-    queries, sinks = torch.stack([detached[0], -detached[0]]), torch.stack([detached[4], 2 * detached[4]])
-    per_sample = torch.func.grad(biased, argnums=(0, 3, 4))
-    dims = (0, None, None, None, 0)
-    got = torch.vmap(per_sample, in_dims=dims)(queries, *detached[1:4], sinks)
-    for i in range(2):
-        want = per_sample(queries[i], *detached[1:4], sinks[i])
-        assert all(torch.equal(a[i], b) for a, b in zip(got, want, strict=True))
-
-
 def by_distance(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     bias = masks.RelativePosition(table, bucketing="clip")
     out, aux = flash_ext.attention(q, k, v, bias=bias, softcap=5.0, return_aux=WITH_LSE)
     return out.sin().sum() + aux.lse.cos().sum()
 
 
-def test_transforms_of_a_relative_position_bias() -> None:
-    inputs = [t.requires_grad_() for t in (*make_qkv(), torch.randn(HEADS, 9))]
-    expected = torch.autograd.grad(by_distance(*inputs), inputs)
-    detached = [t.detach() for t in inputs]
-    of_all = torch.func.grad(by_distance, argnums=(0, 1, 2, 3))
-    assert all(torch.equal(a, b) for a, b in zip(of_all(*detached), expected, strict=True))
+@pytest.mark.parametrize("function", [biased, by_distance])
+def test_func_grad_and_vmap(function: Callable[..., Tensor]) -> None:
+    """Of each input; and per sample, with queries and the last input mapped and the others shared."""
+    inputs = biased_inputs()
+    if function is by_distance:
+        inputs = [*inputs[:3], torch.randn(HEADS, 9).requires_grad_()]
+    expected = torch.autograd.grad(function(*inputs), inputs)
+    first, *shared, last = [t.detach() for t in inputs]
+    grad = torch.func.grad(function, argnums=tuple(range(len(inputs))))
+    assert all(torch.equal(a, b) for a, b in zip(grad(first, *shared, last), expected, strict=True))
 
-    queries, tables = torch.stack([detached[0], -detached[0]]), torch.randn(2, HEADS, 9)
-    got = torch.vmap(of_all, in_dims=(0, None, None, 0))(queries, *detached[1:3], tables)
+    queries, others = torch.stack([first, -first]), torch.stack([last, 2 * last])
+    got = torch.vmap(grad, in_dims=(0, *(None for _ in shared), 0))(queries, *shared, others)
     for i in range(2):
-        want = of_all(queries[i], *detached[1:3], tables[i])
+        want = grad(queries[i], *shared, others[i])
         assert all(torch.equal(a[i], b) for a, b in zip(got, want, strict=True))
 
+
+def test_a_table_has_no_further_derivatives() -> None:
+    inputs = [t.requires_grad_() for t in (*make_qkv(), torch.randn(HEADS, 9))]
     (grad,) = torch.autograd.grad(by_distance(*inputs), inputs[3], create_graph=True)
     bias = masks.RelativePosition(inputs[3], bucketing="clip")
     out, lse = (t.detach() for t in flash_ext.forward(*inputs[:3], bias=bias))
@@ -256,10 +249,11 @@ def test_transforms_of_a_relative_position_bias() -> None:
     for first in (grad, by_pair):
         with pytest.raises(RuntimeError, match="second derivative of attention is not implemented"):
             first.sum().backward()
+    q, k, v, table = (t.detach() for t in inputs)
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(detached[3], torch.ones_like(detached[3]))
+        dual = torch.autograd.forward_ad.make_dual(table, torch.ones_like(table))
         with pytest.raises(NotImplementedError, match="forward-mode"):
-            by_distance(*detached[:3], dual)
+            by_distance(q, k, v, dual)
 
 
 def test_autocast_leaves_a_relative_position_bias_in_float32() -> None:
@@ -298,18 +292,22 @@ def test_vmap_over_packed_calls_and_dropout() -> None:
 
 
 def test_deterministic_mode_reaches_the_gradient() -> None:
+    """As it was in the forward, by autograd and by a transform."""
     seen = []
     for how in ("argument", "global", "neither"):
-        leaves = make_qkv(requires_grad=True)
+        q, k, v = make_qkv(requires_grad=True)
+        attend = functools.partial(flash_ext.attention, softcap=2.0, deterministic=how == "argument")
         torch.use_deterministic_algorithms(how == "global")
         try:
-            out = flash_ext.attention(*leaves, softcap=2.0, deterministic=how == "argument")
+            out = attend(q, k, v)
+            _, pull_back = torch.func.vjp(lambda q: attend(q, k, v), q.detach())  # noqa: B023
         finally:
             torch.use_deterministic_algorithms(False)
         with OperatorCalls() as calls:
             out.sum().backward()
+            pull_back(torch.ones_like(out))
         seen += [args[-2] for name, args, _ in calls.seen if name == "bwd_mod"]
-    assert seen == [True, True, False]
+    assert seen == [True, True, True, True, False, False]
 
 
 # ---- autocast --------------------------------------------------------------------------------------------

@@ -341,7 +341,6 @@ def run_whole(program: str, *arguments: str) -> None:
     assert done.returncode == 0 and done.stdout.startswith("whole"), done.stderr[-2000:]
 
 
-@pytest.mark.slow
 def test_threads_that_switch_while_others_attend(tmp_path: Path) -> None:
     """And then while entries of the dispatcher that torch has, as on a GPU, come and go under calls."""
     library = stock_library(tmp_path)

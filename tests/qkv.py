@@ -6,10 +6,12 @@ import collections
 import contextlib
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_ext._ops.library import _C
 from flash_ext._ops.spec import AttnSpec, default_scale
@@ -97,6 +99,23 @@ def null_kernels() -> Iterator[None]:
     finally:
         _C.set_switch("record_launches", None)
         _C.use_null_kernels_on_cpu(False)
+
+
+class OperatorCalls(TorchDispatchMode):
+    """Notes the calls of flash_ext's operators that reach the dispatcher: name, arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[Any, ...], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if func.namespace == "flash_ext":
+            self.seen.append((func._opname, args, results))
+        return results
+
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.seen]
 
 
 def sdpa_counts() -> dict[str, tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -10,8 +10,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_ext
-from flash_ext import AuxRequest
+from flash_ext import AuxRequest, masks
 from tests.qkv import make_packed, make_qkv, on_devices, tolerance
+from tests.values import values
+
+HEADS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -22,22 +25,23 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 # Inductor keeps in fp32 what eager mode rounds to bf16 between two operators, and so may be closer to the
-# truth or further from it. Of the layer below, eager mode in bf16 is 0.75 u of the root mean square off in
-# the mean (u = 2^-8), and in 40 tries of 4224 to 8448 elements at most 5.1 u beyond 3 %. The difference of
+# truth or further from it. Of the plain layer below, eager mode in bf16 is 0.75 u of the root mean square off
+# in the mean (u = 2^-8), and in 40 tries of 4224 to 8448 elements at most 5.1 u beyond 3 %. The difference of
 # two such results is sqrt(2) times that: 7.2 u. A result in wrong strides is off by 256 u and more.
 BF16_ROUNDINGS = 8 * 2.0**-8
 
 
 def check_training_step(
-    compiled: Callable, eager: Callable, inputs: tuple[Tensor, ...], fuses: bool = False
+    compiled: Callable, eager: Callable, inputs: Sequence[Tensor], fuses: bool = False
 ) -> None:
-    """Results and gradients of a function that returns one tensor or several.
+    """Results and gradients of a function that returns one tensor or several, from the same random numbers.
 
     Args:
         fuses: whether the compiler may round elsewhere than eager mode does, see ``BF16_ROUNDINGS``.
     """
     everything = []
     for function in (compiled, eager):
+        torch.manual_seed(11)
         leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in inputs]
         results = function(*leaves)
         results = results if isinstance(results, tuple) else (results,)
@@ -49,6 +53,9 @@ def check_training_step(
         if fuses and expected.dtype == torch.bfloat16:
             limits["atol"] = BF16_ROUNDINGS * float(expected.detach().float().square().mean().sqrt())
         torch.testing.assert_close(got, expected, **limits)
+
+
+# ---- one graph for many lengths --------------------------------------------------------------------------
 
 
 def with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +75,7 @@ def test_one_graph_serves_many_lengths(device: str) -> None:
 @on_devices
 @pytest.mark.parametrize("bounds", ["none", "int", "tensor"])
 def test_packed_calls_do_not_break_the_graph(bounds: str, device: str) -> None:
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
 
     def packed(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int | Tensor) -> Tensor:
         known = {} if bounds == "none" else {"max_seqlen_q": longest, "max_seqlen_k": longest}
@@ -88,8 +95,47 @@ def test_packed_calls_do_not_break_the_graph(bounds: str, device: str) -> None:
 
 
 @on_devices
+def test_one_graph_serves_many_lengths_of_masks_and_dropout(device: str) -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        visible = torch.ones(q.shape[1], k.shape[1], device=q.device, dtype=torch.bool).tril()
+        out = flash_ext.attention(q, k, v, mask=visible, dropout_p=0.2)
+        mask = masks.Causal("top_left") & (masks.Window(8, -1, "top_left") | masks.SinkTokens(1))
+        return out + flash_ext.attention(q, k, v, mask=mask, bias=bias, softcap=4.0)
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for seqlen in (5, 9, 17, 33, 41):
+        inputs = [*make_qkv(device, seqlen_q=seqlen), torch.randn(HEADS, 1, seqlen, device=device)]
+        check_training_step(compiled, layer, inputs)
+    assert counter.frame_count <= 3
+
+
+@on_devices
+def test_one_graph_serves_many_lengths_of_a_relative_position_bias(device: str) -> None:
+    """The object is made inside, or outside of a table that is no input."""
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        bias = masks.RelativePosition(table.t(), max_distance=20)
+        return flash_ext.attention(q, k, v, bias=bias, causal=True)
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for seqlen in (5, 9, 17, 33, 41):
+        inputs = [*make_qkv(device, seqlen_q=seqlen), torch.randn(16, HEADS, device=device)]
+        check_training_step(compiled, layer, inputs)
+    assert counter.frame_count <= 3
+
+    bias = masks.RelativePosition(torch.randn(HEADS, 9, device=device), bucketing="clip")
+    attention = torch.compile(flash_ext.attention, fullgraph=True, backend="eager")
+    inputs = make_qkv(device)
+    torch.testing.assert_close(
+        attention(*inputs, bias=bias), flash_ext.attention(*inputs, bias=bias), **tolerance(device)
+    )
+
+
+@on_devices
 def test_sdpa_twin(device: str) -> None:
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_ext.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -104,23 +150,73 @@ def test_sdpa_twin(device: str) -> None:
         assert counter.frame_count == compiled_before
 
 
-def test_a_word_for_causal_is_refused() -> None:
-    """It is true, whatever it says: taken for True it would mean another alignment than "top_left" does."""
-    q, k, v = make_qkv(seqlen_k=21)
-    compiled = torch.compile(flash_ext.attention, backend="eager")
-    for call in (flash_ext.attention, compiled):
-        with pytest.raises(TypeError, match=r"causal must be a bool, got 'top_left'.*masks\.Causal"):
-            call(q, k, v, causal="top_left")
+# ---- arguments -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, words", [
-    ("return_lse", "Did you mean return_aux="), ("masc", "no keyword 'masc'"),
+@on_devices
+def test_every_modifier_compiles(device: str) -> None:
+    slopes, sinks = torch.rand(HEADS, device=device), torch.randn(HEADS, device=device)
+    table = torch.randn(HEADS, 9, device=device)
+    ids = torch.arange(17, device=device, dtype=torch.int32) // 5
+    present = torch.rand(2, 17, device=device) > 0.2
+    intervals = torch.zeros(17, 2, device=device, dtype=torch.int32)
+    prefixes = torch.tensor([0, 3], device=device, dtype=torch.int32)
+    blocks = masks.BlockMask(torch.ones(2, 2, device=device, dtype=torch.bool), 16)
+
+    def layer(
+        q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, table: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        given = values(
+            causal=True, window=(12, -1), chunk=9, sink_tokens=1, prefix_lens=prefixes, documents=ids,
+            keys=present, hidden_rows=intervals, hidden_keys=intervals, blocks=blocks, slopes=slopes,
+            position=masks.RelativePosition(table, bucketing="clip"),
+        )  # fmt: skip
+        request = AuxRequest(max_scores=True)
+        out, aux = flash_ext.attention(q, k, v, sinks=sinks, return_aux=request, **given)
+        return out, aux.max_scores
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    check_training_step(compiled, layer, [*make_qkv(device), slopes, sinks, table])
+
+
+@pytest.mark.parametrize("expanded", ["inside", "outside"])
+def test_an_expanded_bias_compiles(expanded: str) -> None:
+    def layer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return flash_ext.attention(q, k, v, bias=bias.expand(2, HEADS, 17, 17))
+
+    inputs = [*make_qkv(), torch.randn(HEADS, 1, 17)]
+    if expanded == "outside":
+        inputs[3] = inputs[3].expand(2, HEADS, 17, 17)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    check_training_step(compiled, layer, inputs)
+
+
+def test_the_mask_with_a_warning_compiles() -> None:
+    """A look at values would break the graph."""
+    sdpa = flash_ext.scaled_dot_product_attention
+    compiled = torch.compile(sdpa, fullgraph=True, backend="eager")
+    q, k, v = (t.transpose(1, 2) for t in make_qkv(heads_k=4))
+    mask = torch.ones(17, 17)
+    torch.testing.assert_close(
+        compiled(q, k, v, attn_mask=mask), sdpa(q, k, v, attn_mask=mask), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("wrong, words", [
+    ({"causal": "top_left"}, r"causal must be a bool, got 'top_left'.*masks\.Causal"),
+    ({"return_lse": True}, "Did you mean return_aux="), ({"masc": True}, "no keyword 'masc'"),
 ])  # fmt: skip
-def test_an_unknown_keyword_is_refused_in_words(name: str, words: str) -> None:
-    """Also with one graph, where the words are inside those of the compiler."""
-    compiled = torch.compile(flash_ext.attention, fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match=words):
-        compiled(*make_qkv(), **{name: True})
+def test_wrong_arguments_are_refused_in_words(wrong: dict, words: str) -> None:
+    """Also with one graph, where the words are inside those of the compiler.
+
+    A word for causal is true, whatever it says: taken for True it would mean another alignment.
+    """
+    calls = [torch.compile(flash_ext.attention, fullgraph=True, backend="eager"), flash_ext.attention]
+    if "causal" in wrong:
+        calls[0] = torch.compile(flash_ext.attention, backend="eager")
+    for call in calls:
+        with pytest.raises(Exception, match=words):
+            call(*make_qkv(seqlen_k=21), **wrong)
 
 
 def test_merging_compiles() -> None:
@@ -154,22 +250,43 @@ def test_autocast_inside_and_outside(device: str) -> None:
     check_training_step(outside(compiled), outside(flash_ext.attention), inputs)
 
 
+# ---- code generation and export --------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 @on_devices
 def test_inductor_keeps_strides(device: str) -> None:
-    """Inductor may choose layouts of what it computes; the operator needs unit strides and gets them."""
+    """Inductor may choose layouts of what it computes; the operators need unit strides and get them."""
 
-    def layer(x: Tensor, weight: Tensor) -> Tensor:
+    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (x @ weight).unflatten(-1, (8, 16)).split([4, 2, 2], dim=2)
-        out = flash_ext.attention(q.sin(), k.transpose(1, 2).cos().transpose(1, 2), v, causal=True)
+        keys = k.transpose(1, 2).cos().transpose(1, 2)
+        out = flash_ext.attention(q.sin(), keys, v, causal=True)
         twin = flash_ext.scaled_dot_product_attention(
             *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
         )
-        return (out + twin.transpose(1, 2)).flatten(2).tanh()
+        biased = flash_ext.attention(q.sin(), keys, v, causal=True, bias=bias.tanh().mT)
+        return (out + twin.transpose(1, 2)).flatten(2).tanh(), biased
 
     x = torch.randn(2, 33, 64, device=device, dtype=make_qkv(device)[0].dtype)
     weight = torch.randn(64, 128, device=device, dtype=x.dtype) / 8
-    check_training_step(torch.compile(layer, fullgraph=True), layer, (x, weight), fuses=True)
+    bias = torch.randn(HEADS, 33, 33, device=device)
+    check_training_step(torch.compile(layer, fullgraph=True), layer, (x, weight, bias), fuses=True)
+
+
+@pytest.mark.slow
+@on_devices
+def test_inductor_draws_new_numbers_for_every_call(device: str) -> None:
+    @torch.compile(fullgraph=True)
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_ext.attention(q, k, v, dropout_p=0.5)
+
+    inputs = make_qkv(device, heads_k=4)
+    draws = torch.stack([layer(*inputs) for _ in range(64)]).float()
+    assert all(not torch.equal(a, b) for a, b in zip(draws, draws[1:]))
+    plain = flash_ext.attention(*inputs).float()
+    error = (draws.mean(0) - plain).abs() / (draws.std(0) / 8 + 1e-6)
+    assert error.max() < 7  # standard errors, over 2176 elements
 
 
 def test_compiled_autograd() -> None:
@@ -182,15 +299,20 @@ def test_compiled_autograd() -> None:
         torch.testing.assert_close(leaf.grad, grad)
 
 
-def test_export_with_open_lengths() -> None:
+def test_export() -> None:
+    """With open lengths, and with a bias."""
+
     class Layer(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return flash_ext.attention(q, k, v, causal=True)
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+            return flash_ext.attention(q, k, v, bias=bias, causal=True)
 
     seqlen = torch.export.Dim("seqlen")
     program = torch.export.export(Layer(), make_qkv(), dynamic_shapes={n: {1: seqlen} for n in "qkv"})
     inputs = make_qkv(seqlen_q=40)
-    assert torch.equal(program.module()(*inputs), flash_ext.attention(*inputs, causal=True))
+    assert torch.equal(program.module()(*inputs), Layer()(*inputs))
+
+    inputs = (*make_qkv(), torch.randn(HEADS, 1, 1))
+    assert torch.equal(torch.export.export(Layer(), inputs).module()(*inputs), Layer()(*inputs))
 
 
 @pytest.mark.gpu

@@ -13,11 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flash_ext._cpu import condensed
 from flash_ext._ops.library_mod import modifier_arguments
 from flash_ext._ops.modifiers import Modifiers
-from tests.qkv import make_qkv
+from tests.qkv import make_qkv, on_devices
 
 CONDENSE = torch.ops.flash_ext.condense.default
 FWD, BWD = torch.ops.flash_ext.fwd_mod.default, torch.ops.flash_ext.bwd_mod.default
-on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LENGTHS = (0, 1, 2, 31, 32, 33, 63, 64, 65, 130)
 
 
@@ -195,16 +194,20 @@ def condensed_form(mods: Modifiers) -> Modifiers:
     return replace(mods, **own)
 
 
+def operands(device: str, packed: bool) -> tuple[Tensor | None, ...]:
+    """q, k, v and cu_seqlens of a call that :func:`every_mask` masks."""
+    q, k, v = make_qkv(device, seqlen_q=70, seqlen_k=90)
+    if not packed:
+        return q, k, v, None, None
+    bounds = (torch.tensor([0, 11, n - 20, n], dtype=torch.int32, device=device) for n in (70, 90))
+    return q[0], k[0], v[0], *bounds
+
+
 @on_devices
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", every_mask("cpu", False))
 def test_a_call_reads_condensed_masks_as_plain_ones(kind: str, packed: bool, device: str) -> None:
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    q, k, v = make_qkv(device, seqlen_q=70, seqlen_k=90, dtype=dtype, head_dim=16)
-    cu: list[Tensor | None] = [None, None]
-    if packed:
-        q, k, v = q[0], k[0], v[0]
-        cu = [torch.tensor([0, 11, n - 20, n], dtype=torch.int32, device=device) for n in (70, 90)]
+    q, k, v, *cu = operands(device, packed)
     mods = every_mask(device, packed)[kind]
     results = []
     for given in (mods, condensed_form(mods)):
@@ -213,19 +216,30 @@ def test_a_call_reads_condensed_masks_as_plain_ones(kind: str, packed: bool, dev
         grads = BWD(out, q, k, v, out, lse, None, *args, True, False, False, False, True, None)
         results.append((out, lse, *grads[:3]))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    if device == "cpu":
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck_of_calls_with_condensed_masks(packed: bool) -> None:
+    """With every kind at once. A mask of one column, of rows, has a form of its own."""
+    q, k, v, *cu = operands("cpu", packed)
+    one = every_mask("cpu", packed)
+    every = replace(
+        one["blocks"],
+        mask=one["mask"].mask,
+        document_q=one["documents"].document_q,
+        document_k=one["documents"].document_k,
+        hidden_rows=one["hidden rows"].hidden_rows,
+        hidden_keys=one["hidden keys"].hidden_keys,
+    )
+    for mods in (every, one["rows"], one["keys"]):
+        args = (*cu, 0, 0, 0.3, -1, 20, *modifier_arguments(condensed_form(mods)))
         torch.library.opcheck(FWD, (q, k, v, *args, False, False, None))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_condensed_masks_of_other_sizes_are_refused(packed: bool, device: str) -> None:
-    q, k, v = make_qkv(seqlen_q=70, seqlen_k=90, dtype=torch.float32)
-    cu: list[Tensor | None] = [None, None]
-    if packed:
-        q, k, v = q[0], k[0], v[0]
-        cu = [torch.tensor([0, 11, 31, 70], dtype=torch.int32)] * 2
-    tensors = [t if t is None else t.to(device) for t in (q, k, v, *cu)]
+    tensors = [t if t is None else t.to(device) for t in operands("cpu", packed)]
     for name, mods in every_mask("cpu", packed, rows=140, keys=223).items():
         if name == "nothing" or (packed and name in ("mask", "rows", "keys", "blocks")):
             continue

@@ -39,29 +39,21 @@ def drop_context() -> None:
     assert status == 0, f"cuCtxSetCurrent: {status}"
 
 
+@pytest.mark.parametrize("after_a_drop", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 @on_gpu_paths
-def test_the_first_cuda_work_of_a_thread(target: Target, name: str) -> None:
+def test_the_first_cuda_work_of_a_thread(target: Target, name: str, after_a_drop: bool) -> None:
+    """Also after a drop: a context that was bound by an earlier call may be gone at the next."""
     calls = calls_that_run(name, target)
     torch.cuda.synchronize()
-    results, raised = in_new_threads(calls)
-    assert not raised, raised
-    for what, call in calls.items():
-        assert same_as_here(call, results[what]), what
 
-
-@pytest.mark.parametrize("name", FAMILIES)
-@on_gpu_paths
-def test_a_thread_whose_context_was_dropped(target: Target, name: str) -> None:
-    """A context that was bound by an earlier call may be gone at the next."""
-    calls = calls_that_run(name, target)
-
-    def after_a_drop(call: thread_soak.Call) -> tuple[torch.Tensor, ...]:
-        call()
-        drop_context()
+    def work(call: thread_soak.Call) -> tuple[torch.Tensor, ...]:
+        if after_a_drop:
+            call()
+            drop_context()
         return call()
 
-    results, raised = in_new_threads({what: lambda c=call: after_a_drop(c) for what, call in calls.items()})
+    results, raised = in_new_threads({what: lambda c=call: work(c) for what, call in calls.items()})
     assert not raised, raised
     for what, call in calls.items():
         assert same_as_here(call, results[what]), what
@@ -185,11 +177,3 @@ def test_families_have_every_kernel_that_makes_tensor_maps(pretended_gpu: None) 
     wanted |= {"bwd_sm90", "bwd_q_sm90", "bwd_mod_sm90", "bwd_q_mod_sm90", "bwd_bias_sm90"}
     wanted |= {"fwd_short_sm80", "bwd_short_sm80", "fwd_split_sm80", "fwd_split_cached_sm80"}
     assert wanted - found == set()
-
-
-def test_what_a_thread_raises_is_kept() -> None:
-    def fails() -> None:
-        raise RuntimeError("invalid device context")
-
-    results, raised = in_new_threads({"good": lambda: 1, "bad": fails})
-    assert results == {"good": 1} and str(raised["bad"]) == "invalid device context"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
+import itertools
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.cpu.test_tiled import LargestTensor
 from tests.modifier_options import (
     DIFFERENTIABLE,
     RESULTS_ONLY,
+    Inputs,
     Option,
     call,
     combined,
@@ -28,10 +31,7 @@ from tests.modifier_options import (
     make_inputs,
     make_options,
 )
-from tests.qkv import make_packed, make_qkv
-
-OPTIONS = tuple(dict.fromkeys(name for packed in (True, False) for name in make_options(make_inputs(packed))))
-
+from tests.qkv import OperatorCalls, make_packed, make_qkv
 
 # ---- all pairs -------------------------------------------------------------------------------------------
 
@@ -45,25 +45,45 @@ def test_the_options_are_all_there_are() -> None:
         assert named == set(inspect.signature(function).parameters) - needed - of_caches
 
 
+def by_threes(options: dict[str, Option]) -> Iterator[tuple[str, ...]]:
+    """Each option, then groups of up to three in which every two that go together meet."""
+    together = {
+        frozenset(pair)
+        for pair in itertools.combinations(options, 2)
+        if not exclude_each_other(*(options[name] for name in pair))
+    }
+    yield from ((name,) for name in options)
+    to_come = dict.fromkeys(
+        pair for pair in map(frozenset, itertools.combinations(options, 2)) if pair in together
+    )
+    while to_come:
+        first, second = group = tuple(next(iter(to_come)))
+        gains = {
+            name: len(to_come.keys() & {frozenset((first, name)), frozenset((second, name))})
+            for name in options
+            if {frozenset((first, name)), frozenset((second, name))} <= together
+        }
+        if gains:
+            group += (max(gains, key=gains.__getitem__),)
+        for pair in itertools.combinations(group, 2):
+            to_come.pop(frozenset(pair), None)
+        yield group
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("first", OPTIONS)
-def test_every_pair_of_options(first: str, packed: bool) -> None:
-    """Both options act, on results and gradients; none is dropped silently."""
+def test_every_pair_of_options(packed: bool) -> None:
+    """All options of a group act, on results and gradients; none is dropped silently."""
     inputs = make_inputs(packed)
     options = make_options(inputs)
-    if first not in options:
-        pytest.skip("only packed or only dense input has it")
-    for second in OPTIONS[OPTIONS.index(first) :]:
-        if second not in options or first != second and exclude_each_other(options[first], options[second]):
-            continue
-        both = combined(options[first], options[second])
-        leaves = leaves_of(inputs, both)
-        results, exact = call(inputs, both), expected(inputs, both)
+    for group in by_threes(options):
+        option = combined(*(options[name] for name in group))
+        leaves = leaves_of(inputs, option)
+        results, exact = call(inputs, option), expected(inputs, option)
         assert len(results) == len(exact)
-        for got, want in zip(results, exact, strict=True):
-            torch.testing.assert_close(got, want, msg=lambda text, at=second: f"{first} + {at}: {text}")
-        for got, want in zip(gradients(results, leaves), gradients(exact, leaves), strict=True):
-            torch.testing.assert_close(got, want, msg=lambda text, at=second: f"{first} + {at}: {text}")
+        for got, want in zip(
+            (*results, *gradients(results, leaves)), (*exact, *gradients(exact, leaves)), strict=True
+        ):
+            torch.testing.assert_close(got, want, msg=lambda text, group=group: f"{group}: {text}")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -79,36 +99,19 @@ def test_no_option_is_without_effect(packed: bool) -> None:
         assert changed == (name not in silent | only_with_others), name
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_gradcheck_of_every_option(packed: bool) -> None:
-    """Finite differences of out and lse along random directions, in float64, by every float input."""
-    inputs = make_inputs(packed)
-    with_lse = Option({"return_aux": AuxRequest(lse=True)})
-    for name, option in make_options(inputs).items():
-        both = combined(option, with_lse)
-        named = list(both.tensors())
-
-        def results(*given: Tensor, named=named, both=both) -> tuple[Tensor, ...]:
-            changed = both.with_tensors(dict(zip(named, given[3:], strict=True)))
-            found = call(dataclasses.replace(inputs, qkv=given[:3]), changed)
-            return tuple(t.where(t.isfinite(), 0.0) for t in found[:2])
-
-        # The fast mode widens atol by the sizes of its directions, 400 times here: with the default of 1e-5 a
-        # gradient of q that is 2 % off passes.
-        leaves = leaves_of(inputs, both)
-        assert torch.autograd.gradcheck(results, leaves, fast_mode=True, atol=1e-9), name
+def of_the_pair(inputs: Inputs, options: dict[str, Option]) -> Iterator[tuple[str, Option, dict[str, Any]]]:
+    """The options that the functional pair has, and its keywords for them."""
+    bounds = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), inputs.cu, strict=False))
+    for name, option in options.items():
+        if not option.others.keys() & set(RESULTS_ONLY):
+            rng = {"rng": flash_ext.dropout_rng("cpu")} if "dropout_p" in option.others else {}
+            yield name, option, option.keywords | bounds | rng
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_functional_pair_equals_autograd(packed: bool) -> None:
     inputs = make_inputs(packed)
-    bounds = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), inputs.cu, strict=False))
-    for name, option in make_options(inputs).items():
-        if option.others.keys() & set(RESULTS_ONLY):
-            continue
-        keywords = {**option.keywords, **bounds}
-        if "dropout_p" in keywords:
-            keywords["rng"] = flash_ext.dropout_rng("cpu")
+    for name, option, keywords in of_the_pair(inputs, make_options(inputs)):
         with torch.no_grad():
             out, lse = flash_ext.forward(*inputs.qkv, **keywords)
             dout, dlse = torch.randn_like(out), torch.randn_like(lse).where(lse.isfinite(), 0)
@@ -123,16 +126,13 @@ def test_functional_pair_equals_autograd(packed: bool) -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_wide_results_beside_every_option(packed: bool) -> None:
-    """out_dtype and grad_dtype, which only the pair has: rounded, the usual results; no type but float32."""
+    """out_dtype and grad_dtype, which only the pair has: rounded, the usual results."""
     inputs = make_inputs(packed, torch.bfloat16)
-    bounds = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), inputs.cu, strict=False))
-    for name, option in make_options(inputs).items():
-        if option.others.keys() & set(RESULTS_ONLY):
-            continue
-        single = {key: t.detach().float() for key, t in option.tensors().items()}
-        keywords = option.with_tensors(single).keywords | bounds
-        if "dropout_p" in keywords:
-            keywords["rng"] = flash_ext.dropout_rng("cpu")
+    options = {
+        name: option.with_tensors({key: t.detach().float() for key, t in option.tensors().items()})
+        for name, option in make_options(inputs).items()
+    }
+    for name, option, keywords in of_the_pair(inputs, options):
         with torch.no_grad():
             usual, lse = flash_ext.forward(*inputs.qkv, **keywords)
             wide, same_lse = flash_ext.forward(*inputs.qkv, out_dtype=torch.float32, **keywords)
@@ -145,10 +145,6 @@ def test_wide_results_beside_every_option(packed: bool) -> None:
         for need, got, wanted in zip(needs, wide_grads, grads, strict=True):
             assert got.dtype == torch.float32 or need not in "qkv", f"{name}: {need}"
             assert torch.equal(got.to(wanted.dtype), wanted), f"{name}: {need}"
-        with pytest.raises(ValueError, match="out_dtype must be"):
-            flash_ext.forward(*inputs.qkv, out_dtype=torch.float16, **keywords)
-        with pytest.raises(ValueError, match="grad_dtype must be"):
-            flash_ext.backward(*x, grad_dtype=torch.float64, **keywords)
 
 
 # ---- masks -----------------------------------------------------------------------------------------------
@@ -172,18 +168,20 @@ def test_a_mask_may_have_any_strides() -> None:
             assert torch.equal(got, flash_ext.attention(q, k, v, **{name: t.contiguous()}))
 
 
-def test_a_mask_inside_packed_sequences_may_be_shorter_or_longer() -> None:
+def test_masks_and_biases_count_inside_packed_sequences() -> None:
+    """Those of elements may be shorter or longer."""
     q, k, v, cu = make_packed(lengths=(3, 0, 9))
     bias, mask = torch.randn(5, 20), torch.rand(5, 20) > 0.4
-    out_bias = flash_ext.attention_varlen(q, k, v, cu, cu, bias=bias)
-    out_mask = flash_ext.attention_varlen(q, k, v, cu, cu, mask=mask)
+    position = masks.RelativePosition(torch.randn(4, 5), bucketing="clip")
+    given = ({"bias": bias}, {"mask": mask}, {"bias": position})
+    whole = [flash_ext.attention_varlen(q, k, v, cu, cu, **options) for options in given]
     for start, length in ((0, 3), (3, 9)):
         one = [t[None, start : start + length] for t in (q, k, v)]
         own_bias, own_mask = torch.zeros(length, length), torch.zeros(length, length, dtype=torch.bool)
         rows = min(length, 5)
         own_bias[:rows], own_mask[:rows] = bias[:rows, :length], mask[:rows, :length]
-        for whole, own in ((out_bias, {"bias": own_bias}), (out_mask, {"mask": own_mask})):
-            torch.testing.assert_close(whole[start : start + length], flash_ext.attention(*one, **own)[0])
+        for out, own in zip(whole, ({"bias": own_bias}, {"mask": own_mask}, {"bias": position}), strict=True):
+            torch.testing.assert_close(out[start : start + length], flash_ext.attention(*one, **own)[0])
 
 
 @pytest.mark.parametrize("dims", [("batch",), ("batch", "rows"), ("keys",)])
@@ -212,19 +210,10 @@ def test_an_expanded_bias_gets_the_gradient_of_its_source(dims: tuple[str, ...])
 def test_an_expanded_bias_costs_no_expanded_gradient() -> None:
     q, k, v = make_qkv(seqlen_q=4, dtype=torch.float64)
     source = torch.randn(1, 4, 4, 4, dtype=torch.float64, requires_grad=True)
-    sizes: list[int] = []
-
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            results = func(*args, **(kwargs or {}))
-            if func is torch.ops.flash_ext.bwd_mod.default:
-                sizes.append(results[3].numel())
-            return results
-
     out = flash_ext.attention(q, k, v, bias=source.expand(2, 4, 4, 4))
-    with Spy():
+    with OperatorCalls() as calls:
         out.sum().backward()
-    assert sizes == [source.numel()]
+    assert [results[3].numel() for name, _, results in calls.seen if name == "bwd_mod"] == [source.numel()]
 
 
 @pytest.fixture
@@ -279,15 +268,6 @@ def test_whole_blocks_carry_no_element_mask() -> None:
 
 
 # ---- a bias by distance ----------------------------------------------------------------------------------
-
-
-def test_a_relative_position_bias_counts_inside_packed_sequences() -> None:
-    q, k, v, cu = make_packed(lengths=(3, 0, 9))
-    bias = masks.RelativePosition(torch.randn(4, 5), bucketing="clip")
-    out = flash_ext.attention_varlen(q, k, v, cu, cu, bias=bias)
-    for start, length in ((0, 3), (3, 9)):
-        one = [t[None, start : start + length] for t in (q, k, v)]
-        torch.testing.assert_close(out[start : start + length], flash_ext.attention(*one, bias=bias)[0])
 
 
 def test_a_table_of_any_float_type_gets_its_gradient_in_that_type() -> None:
@@ -398,14 +378,6 @@ def test_alignments(lengths: tuple[int, int]) -> None:
                              ({"softcap": 1.0}, "fwd_mod"),
                          ])  # fmt: skip
 def test_what_asks_for_nothing_takes_the_plain_operator(keywords: dict, operator: str) -> None:
-    seen: list[str] = []
-
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "flash_ext":
-                seen.append(func._opname)
-            return func(*args, **(kwargs or {}))
-
-    with Spy():
+    with OperatorCalls() as calls:
         flash_ext.attention(*make_qkv(), **keywords)
-    assert seen == [operator]
+    assert calls.names() == [operator]

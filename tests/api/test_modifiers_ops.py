@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import flash_ext
 from flash_ext import AuxRequest, masks
 from flash_ext._ops.library_mod import modifier_arguments
 from flash_ext._ops.modifiers import NAMES, Modifiers
-from tests.api.test_ops import check_tracing
-from tests.qkv import dtype_on, make_packed, make_qkv, on_devices, tolerance
-from tests.values import values
+from tests.api.test_ops import check_tracing, with_gradients
+from tests.graphs import capture
+from tests.qkv import OperatorCalls, dtype_on, make_packed, make_qkv, on_devices
 
 FWD = torch.ops.flash_ext.fwd_mod.default
 BWD = torch.ops.flash_ext.bwd_mod.default
 
 ROWS, KEYS, HEADS = 17, 23, 4
 WITH_LSE = AuxRequest(lse=True)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 # ---- registration ----------------------------------------------------------------------------------------
@@ -74,25 +66,25 @@ def operator_inputs(kind: str, device: str) -> tuple:
     else:
         tensors = (*make_qkv(device, seqlen_q=ROWS, seqlen_k=KEYS, head_dim_v=24), None, None)
     mods = everything(device, packed) if kind.startswith("all") else Modifiers()
-    if kind == "bias":
-        mods = Modifiers(bias=torch.randn(1, HEADS, ROWS, 1, device=device, dtype=dtype_on(device)))
+    if kind == "bias and sinks":
+        mods = Modifiers(
+            bias=torch.randn(1, HEADS, ROWS, 1, device=device, dtype=dtype_on(device)),
+            sinks=torch.randn(HEADS, device=device),
+            mask=torch.rand(1, 1, 1, KEYS, device=device) > 0.5,
+        )
     if kind.startswith("distance"):
         batch = 3 if packed else 2
         mods = Modifiers(bias=torch.randn(batch, HEADS, 2 * 5 + 1, device=device), softcap=2.0)
-    if kind == "sinks":
-        mods = Modifiers(
-            sinks=torch.randn(HEADS, device=device), mask=torch.rand(1, 1, 1, KEYS, device=device) > 0.5
-        )
     return *tensors, 0, 0, 0.3, 9, 4, *modifier_arguments(mods)
 
 
-KINDS = ("all", "all packed", "bias", "distance", "distance packed", "sinks", "none")
+KINDS = ("all", "all packed", "bias and sinks", "distance", "distance packed", "none")
 
 
 def backward_inputs(kind: str, device: str) -> tuple:
     args = operator_inputs(kind, device)
     out, lse, _ = FWD(*args, False, False, None)
-    needs = (kind != "sinks", *(args[at] is not None for at in (10, 18, 19)))
+    needs = (kind != "bias and sinks", *(args[at] is not None for at in (10, 18, 19)))
     return torch.randn_like(out), *args[:3], out, lse, torch.randn_like(lse), *args[3:], *needs, False, None
 
 
@@ -104,12 +96,9 @@ def test_arguments_stand_in_the_order_of_the_fields() -> None:
 @on_devices
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck_fwd_mod(kind: str, device: str) -> None:
-    args = (*operator_inputs(kind, device), kind != "bias", False, None)
-    torch.library.opcheck(FWD, args)
-    leaves = [
-        a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
-    ]
-    torch.library.opcheck(FWD, tuple(leaves))
+    """With gradients; without is in test_no_lse.py."""
+    args = (*operator_inputs(kind, device), kind != "bias and sinks", False, None)
+    torch.library.opcheck(FWD, with_gradients(args))
 
 
 @on_devices
@@ -226,41 +215,32 @@ def test_saved_tensors_are_guarded_against_writing() -> None:
         loss.backward()
 
 
-def test_func_grad_and_vmap() -> None:
-    inputs = biased_inputs()
-    expected = torch.autograd.grad(biased(*inputs), inputs)
-    detached = [t.detach() for t in inputs]
-    got = torch.func.grad(biased, argnums=tuple(range(5)))(*detached)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    # Per-sample gradients: queries and sinks mapped, the bias shared.
-    queries, sinks = torch.stack([detached[0], -detached[0]]), torch.stack([detached[4], 2 * detached[4]])
-    per_sample = torch.func.grad(biased, argnums=(0, 3, 4))
-    dims = (0, None, None, None, 0)
-    got = torch.vmap(per_sample, in_dims=dims)(queries, *detached[1:4], sinks)
-    for i in range(2):
-        want = per_sample(queries[i], *detached[1:4], sinks[i])
-        assert all(torch.equal(a[i], b) for a, b in zip(got, want, strict=True))
-
-
 def by_distance(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     bias = masks.RelativePosition(table, bucketing="clip")
     out, aux = flash_ext.attention(q, k, v, bias=bias, softcap=5.0, return_aux=WITH_LSE)
     return out.sin().sum() + aux.lse.cos().sum()
 
 
-def test_transforms_of_a_relative_position_bias() -> None:
-    inputs = [t.requires_grad_() for t in (*make_qkv(), torch.randn(HEADS, 9))]
-    expected = torch.autograd.grad(by_distance(*inputs), inputs)
-    detached = [t.detach() for t in inputs]
-    of_all = torch.func.grad(by_distance, argnums=(0, 1, 2, 3))
-    assert all(torch.equal(a, b) for a, b in zip(of_all(*detached), expected, strict=True))
+@pytest.mark.parametrize("function", [biased, by_distance])
+def test_func_grad_and_vmap(function: Callable[..., Tensor]) -> None:
+    """Of each input; and per sample, with queries and the last input mapped and the others shared."""
+    inputs = biased_inputs()
+    if function is by_distance:
+        inputs = [*inputs[:3], torch.randn(HEADS, 9).requires_grad_()]
+    expected = torch.autograd.grad(function(*inputs), inputs)
+    first, *shared, last = [t.detach() for t in inputs]
+    grad = torch.func.grad(function, argnums=tuple(range(len(inputs))))
+    assert all(torch.equal(a, b) for a, b in zip(grad(first, *shared, last), expected, strict=True))
 
-    queries, tables = torch.stack([detached[0], -detached[0]]), torch.randn(2, HEADS, 9)
-    got = torch.vmap(of_all, in_dims=(0, None, None, 0))(queries, *detached[1:3], tables)
+    queries, others = torch.stack([first, -first]), torch.stack([last, 2 * last])
+    got = torch.vmap(grad, in_dims=(0, *(None for _ in shared), 0))(queries, *shared, others)
     for i in range(2):
-        want = of_all(queries[i], *detached[1:3], tables[i])
+        want = grad(queries[i], *shared, others[i])
         assert all(torch.equal(a[i], b) for a, b in zip(got, want, strict=True))
 
+
+def test_a_table_has_no_further_derivatives() -> None:
+    inputs = [t.requires_grad_() for t in (*make_qkv(), torch.randn(HEADS, 9))]
     (grad,) = torch.autograd.grad(by_distance(*inputs), inputs[3], create_graph=True)
     bias = masks.RelativePosition(inputs[3], bucketing="clip")
     out, lse = (t.detach() for t in flash_ext.forward(*inputs[:3], bias=bias))
@@ -268,10 +248,11 @@ def test_transforms_of_a_relative_position_bias() -> None:
     for first in (grad, by_pair):
         with pytest.raises(RuntimeError, match="second derivative of attention is not implemented"):
             first.sum().backward()
+    q, k, v, table = (t.detach() for t in inputs)
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(detached[3], torch.ones_like(detached[3]))
+        dual = torch.autograd.forward_ad.make_dual(table, torch.ones_like(table))
         with pytest.raises(NotImplementedError, match="forward-mode"):
-            by_distance(*detached[:3], dual)
+            by_distance(q, k, v, dual)
 
 
 def test_autocast_leaves_a_relative_position_bias_in_float32() -> None:
@@ -309,25 +290,23 @@ def test_vmap_over_packed_calls_and_dropout() -> None:
     assert not torch.equal(different[0], different[1])
 
 
-def test_deterministic_mode_reaches_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is BWD:
-                seen.append(args[-2])
-            return func(*args, **(kwargs or {}))
-
+def test_deterministic_mode_reaches_the_gradient() -> None:
+    """As it was in the forward, by autograd and by a transform."""
+    seen = []
     for how in ("argument", "global", "neither"):
-        leaves = make_qkv(requires_grad=True)
+        q, k, v = make_qkv(requires_grad=True)
+        attend = functools.partial(flash_ext.attention, softcap=2.0, deterministic=how == "argument")
         torch.use_deterministic_algorithms(how == "global")
         try:
-            out = flash_ext.attention(*leaves, softcap=2.0, deterministic=how == "argument")
+            out = attend(q, k, v)
+            _, pull_back = torch.func.vjp(lambda q: attend(q, k, v), q.detach())  # noqa: B023
         finally:
             torch.use_deterministic_algorithms(False)
-        with Spy():
+        with OperatorCalls() as calls:
             out.sum().backward()
-    assert seen == [True, True, False]
+            pull_back(torch.ones_like(out))
+        seen += [args[-2] for name, args, _ in calls.seen if name == "bwd_mod"]
+    assert seen == [True, True, True, True, False, False]
 
 
 # ---- autocast --------------------------------------------------------------------------------------------
@@ -370,176 +349,15 @@ def test_a_half_bias_of_float32_inputs_is_taken_under_autocast_only() -> None:
         assert flash_ext.attention(q, k, v, bias=bias).dtype == torch.bfloat16
 
 
-# ---- torch.compile ---------------------------------------------------------------------------------------
-
-
-def check_training_step(compiled: Callable, eager: Callable, inputs: list[Tensor], **limits: float) -> None:
-    everything = []
-    for function in (compiled, eager):
-        torch.manual_seed(11)
-        leaves = [t.detach().requires_grad_() for t in inputs]
-        loss = function(*leaves)
-        everything.append((loss, *torch.autograd.grad(loss, leaves)))
-    for got, expected in zip(*everything, strict=True):
-        torch.testing.assert_close(got, expected, **limits)
-
-
-@on_devices
-def test_one_graph_serves_many_lengths_of_masks_and_dropout(device: str) -> None:
-    def layer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        visible = torch.ones(q.shape[1], k.shape[1], device=q.device, dtype=torch.bool).tril()
-        out = flash_ext.attention(q, k, v, mask=visible, dropout_p=0.2)
-        mask = masks.Causal("top_left") & (masks.Window(8, -1, "top_left") | masks.SinkTokens(1))
-        out = out + flash_ext.attention(q, k, v, mask=mask, bias=bias, softcap=4.0)
-        return out.float().sin().sum()
-
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    for seqlen in (5, 9, 17, 33, 41):
-        inputs = [*make_qkv(device, seqlen_q=seqlen), torch.randn(HEADS, 1, seqlen, device=device)]
-        check_training_step(compiled, layer, inputs, **tolerance(device))
-    assert counter.frame_count <= 3
-
-
-@on_devices
-def test_every_modifier_compiles(device: str) -> None:
-    slopes, sinks = torch.rand(HEADS, device=device), torch.randn(HEADS, device=device)
-    table = torch.randn(HEADS, 9, device=device)
-    ids = torch.arange(17, device=device, dtype=torch.int32) // 5
-    present = torch.rand(2, 17, device=device) > 0.2
-    intervals = torch.zeros(17, 2, device=device, dtype=torch.int32)
-    prefixes = torch.tensor([0, 3], device=device, dtype=torch.int32)
-    blocks = masks.BlockMask(torch.ones(2, 2, device=device, dtype=torch.bool), 16)
-
-    def layer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, table: Tensor) -> Tensor:
-        given = values(
-            causal=True, window=(12, -1), chunk=9, sink_tokens=1, prefix_lens=prefixes, documents=ids,
-            keys=present, hidden_rows=intervals, hidden_keys=intervals, blocks=blocks, slopes=slopes,
-            position=masks.RelativePosition(table, bucketing="clip"),
-        )  # fmt: skip
-        request = AuxRequest(max_scores=True)
-        out, aux = flash_ext.attention(q, k, v, sinks=sinks, return_aux=request, **given)
-        return out.float().sin().sum() + aux.max_scores.where(aux.max_scores.isfinite(), 0).sum()
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    inputs = [*make_qkv(device), slopes, sinks, table]
-    check_training_step(compiled, layer, inputs, **tolerance(device))
-
-
-@pytest.mark.slow
-@on_devices
-def test_inductor(device: str) -> None:
-    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        q, k, v = (x @ weight).unflatten(-1, (8, 16)).split([4, 2, 2], dim=2)
-        out = flash_ext.attention(q.sin(), k.cos(), v, causal=True, bias=bias.tanh().mT)
-        return out.float().sin().sum()
-
-    x, weight, bias = (
-        torch.randn(shape, device=device) for shape in ((2, 33, 64), (64, 128), (HEADS, 33, 33))
-    )
-    inputs = [t.to(dtype_on(device)) for t in (x, weight / 8)] + [bias]
-    limits = {"atol": 1e-4, "rtol": 1e-4} if device == "cpu" else {"atol": 0.1, "rtol": 0.1}
-    check_training_step(torch.compile(layer, fullgraph=True), layer, inputs, **limits)
-
-
-@pytest.mark.slow
-@on_devices
-def test_inductor_draws_new_numbers_for_every_call(device: str) -> None:
-    @torch.compile(fullgraph=True)
-    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_ext.attention(q, k, v, dropout_p=0.5)
-
-    inputs = make_qkv(device, heads_k=4)
-    draws = torch.stack([layer(*inputs) for _ in range(64)]).float()
-    assert all(not torch.equal(a, b) for a, b in zip(draws, draws[1:]))
-    plain = flash_ext.attention(*inputs).float()
-    error = (draws.mean(0) - plain).abs() / (draws.std(0) / 8 + 1e-6)
-    assert error.max() < 7  # standard errors, over 2176 elements
-
-
-@pytest.mark.parametrize("expanded", ["inside", "outside"])
-def test_an_expanded_bias_compiles(expanded: str) -> None:
-    def layer(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return flash_ext.attention(q, k, v, bias=bias.expand(2, HEADS, 17, 17)).sin().sum()
-
-    inputs = [*make_qkv(), torch.randn(HEADS, 1, 17)]
-    if expanded == "outside":
-        inputs[3] = inputs[3].expand(2, HEADS, 17, 17)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    check_training_step(compiled, layer, inputs, rtol=1e-5, atol=1e-5)
-
-
-def test_the_mask_with_a_warning_compiles() -> None:
-    """A look at values would break the graph."""
-    sdpa = flash_ext.scaled_dot_product_attention
-    compiled = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
-    q, k, v = (t.transpose(1, 2) for t in make_qkv(heads_k=4))
-    mask = torch.ones(17, 17)
-    torch.testing.assert_close(
-        compiled(q, k, v, attn_mask=mask), sdpa(q, k, v, attn_mask=mask), rtol=1e-5, atol=1e-5
-    )
-
-
-@on_devices
-def test_a_relative_position_bias_compiles(device: str) -> None:
-    """One graph for many lengths; the object is made inside, or outside of a table that is no input."""
-
-    def layer(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-        bias = masks.RelativePosition(table.t(), max_distance=20)
-        return flash_ext.attention(q, k, v, bias=bias, causal=True).float().sin().sum()
-
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    for seqlen in (5, 9, 17, 33, 41):
-        inputs = [*make_qkv(device, seqlen_q=seqlen), torch.randn(16, HEADS, device=device)]
-        check_training_step(compiled, layer, inputs, **tolerance(device))
-    assert counter.frame_count <= 3
-
-    bias = masks.RelativePosition(torch.randn(HEADS, 9, device=device), bucketing="clip")
-    attention = torch.compile(flash_ext.attention, fullgraph=True, backend="aot_eager")
-    inputs = make_qkv(device)
-    torch.testing.assert_close(
-        attention(*inputs, bias=bias), flash_ext.attention(*inputs, bias=bias), **tolerance(device)
-    )
-
-
-def test_export() -> None:
-    class Layer(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-            return flash_ext.attention(q, k, v, bias=bias, softcap=2.0)
-
-    inputs = (*make_qkv(), torch.randn(HEADS, 1, 1))
-    program = torch.export.export(Layer(), inputs)
-    assert torch.equal(
-        program.module()(*inputs), flash_ext.attention(*inputs[:3], bias=inputs[3], softcap=2.0)
-    )
-
-
-# ---- counters --------------------------------------------------------------------------------------------
-
-
-@on_devices
-def test_flop_counts_are_those_of_sdpa(device: str) -> None:
-    inputs = make_qkv(device, seqlen_q=ROWS, seqlen_k=KEYS, head_dim_v=24, requires_grad=True)
-    per_feature = 2 * 2 * HEADS * ROWS * KEYS
-    with FlopCounterMode(display=False) as counter:
-        out = flash_ext.attention(*inputs, softcap=1.0)
-    assert counter.get_total_flops() == per_feature * (16 + 24)
-    with FlopCounterMode(display=False) as counter:
-        out.sum().backward()
-    assert counter.get_total_flops() == per_feature * (3 * 16 + 2 * 24)
+# ---- graphs ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.caching
 def test_dropout_in_a_cuda_graph_draws_anew_at_every_replay() -> None:
     q, k, v = make_qkv("cuda")
-    flash_ext.attention(q, k, v, dropout_p=0.5, bias=torch.ones(17, 17, device="cuda"))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
     bias = torch.ones(17, 17, device="cuda")
-    with torch.cuda.graph(graph):
-        out = flash_ext.attention(q, k, v, dropout_p=0.5, bias=bias)
+    graph, out = capture(lambda: flash_ext.attention(q, k, v, dropout_p=0.5, bias=bias))
     draws = []
     for _ in range(2):
         graph.replay()

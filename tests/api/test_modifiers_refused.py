@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 
 import flash_ext
 from flash_ext import AuxRequest, masks
@@ -25,10 +22,6 @@ def ints(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def torch_blocks() -> object:
-    return create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, device="cpu", BLOCK_SIZE=16)
-
-
 def by_distance(heads: int = 4, **options: object) -> masks.RelativePosition:
     return masks.RelativePosition(torch.zeros(heads, 32, **options))
 
@@ -41,23 +34,13 @@ def rectangle(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.bool)
 
 
-# The keywords of a call are made when it is: some are refused before there is a call.
+# The keywords of a call are made when it is: some are refused before there is a call. What values refuse
+# when they are made, or for sizes that are not theirs, is in tests/masks/test_refused.py.
 REFUSED = {
-    "mask kind": (lambda: {"mask": "causal"}, TypeError,
-                  "mask must be a mask of flash_ext.masks, a bool tensor or None, got str"),
     "mask uint8": (lambda: {"mask": torch.ones(8, 10, dtype=torch.uint8)}, TypeError,
                    r"mask must be torch.bool, got torch.uint8. For 0 and 1 pass .bool\(\)"),
-    "mask int": (lambda: {"mask": ints(8, 10)}, TypeError,
-                 r"mask must be torch.bool, got torch.int32.*\.bool\(\)"),
-    "mask float": (lambda: {"mask": torch.zeros(8, 10)}, TypeError,
-                   "mask must be torch.bool, got torch.float32. A float tensor is added: bias=tensor"),
-    "mask of a bias": (lambda: {"mask": by_distance()}, TypeError,
-                       "got RelativePosition. A bias goes into bias="),
-    "mask of torch": (lambda: {"mask": torch_blocks()}, TypeError,
-                      r"got BlockMask. Build one with .*from_torch"),
     "mask scalar": (lambda: {"mask": rectangle()}, ValueError,
                     r"must have a shape that broadcasts .*got \(\)"),
-    "mask 5-d": (lambda: {"mask": rectangle(1, 1, 1, 1, 1)}, ValueError, "must have a shape that broadcasts"),
     "mask rows": (lambda: {"mask": rectangle(7, 10)}, ValueError,
                   r"must broadcast to \(batch, num_heads, q_len, k_len\) = \(2, 4, 8, 10\), got \(7, 10\)"),
     "mask of keys": (lambda: {"mask": rectangle(2, 10)}, ValueError,
@@ -65,19 +48,12 @@ REFUSED = {
     "mask key heads": (lambda: {"mask": rectangle(2, 2, 8, 10)}, ValueError, "Dense: tensor must broadcast"),
     "mask device": (lambda: {"mask": torch.zeros(8, 10, device="meta", dtype=torch.bool)}, ValueError,
                     r"mask must be on the device of q, cpu, got one on meta, .*\.to\(q.device\)"),
-    "bias int": (lambda: {"bias": ints(8, 10)}, TypeError,
-                 r"bias must be floating point, got torch.int32. For a mask of 0 and 1 .*tensor.bool\(\)"),
-    "bias bool": (lambda: {"bias": rectangle(8, 10)}, TypeError,
-                  "got torch.bool. Give it as mask=, where True takes part"),
     "bias double": (lambda: {"bias": torch.zeros(8, 10).double()}, TypeError, "got torch.float64. Cast it"),
     "bias half": (lambda: {"bias": torch.zeros(8, 10).half()}, TypeError,
                   "q, torch.bfloat16, got torch.float16"),
     "bias scalar": (lambda: {"bias": torch.zeros(())}, ValueError,
                     r"must have 1 to 4 dimensions, got shape \(\)"),
     "bias rows": (lambda: {"bias": torch.zeros(7, 10)}, ValueError, r"must broadcast to .*\(2, 4, 8, 10\)"),
-    "bias kind": (lambda: {"bias": "t5"}, TypeError,
-                  "bias must be a bias of flash_ext.masks, a float tensor or None, got str.$"),
-    "bias of a mask": (lambda: {"bias": masks.Causal()}, TypeError, "got Causal. A mask goes into mask="),
     "bias device": (lambda: {"bias": by_distance(device="meta")}, ValueError,
                     "bias must be on the device of q, cpu, got one on meta, RelativePosition"),
     "position heads": (lambda: {"bias": by_distance(3)}, ValueError,
@@ -90,13 +66,8 @@ REFUSED = {
                  ValueError, r"the sum would need 1 \* 1 \* 8 \* 10 elements"),
     "key mask kind": (lambda: {"mask": masks.KeyMask([True])}, TypeError,
                       "keep must be a torch.Tensor, got list"),
-    "key mask dtype": (lambda: {"mask": masks.KeyMask(torch.ones(2, 10))}, TypeError,
-                       r"keep must be torch.bool .*\.bool\(\)"),
-    "key mask shape": (lambda: {"mask": masks.KeyMask(rectangle(2, 8))}, ValueError,
-                       r"KeyMask: keep must have shape \(batch, k_len\) = \(2, 10\).* got \(2, 8\)"),
     "slopes kind": (lambda: {"bias": masks.ALiBi(0.5)}, TypeError,
                     "slopes must be a torch.Tensor, got float"),
-    "slopes dtype": (lambda: {"bias": masks.ALiBi(ints(4))}, TypeError, r"slopes must be floating .*\.float"),
     "slopes shape": (lambda: {"bias": masks.ALiBi(torch.ones(3))}, ValueError,
                      r"must have shape \(num_heads,\) or \(batch, num_heads\), here \(4,\) or \(2, 4\)"),
     "two slopes": (lambda: {"bias": masks.ALiBi(torch.ones(4)) + masks.ALiBi(torch.ones(4))}, ValueError,
@@ -119,58 +90,17 @@ REFUSED = {
                        "dropout_p must be a number, got Tensor"),
     "generator kind": (lambda: {"generator": 7}, TypeError,
                        "generator must be a torch.Generator or None, got int"),
-    "ids kind": (lambda: {"mask": masks.Documents(3)}, TypeError, "ids must be a torch.Tensor, got int"),
-    "ids lengths": (lambda: {"mask": masks.Documents(ints(2, 8))}, ValueError,
-                    "Documents needs ids_k, ids of the keys, where lengths differ, .* 8 rows and 10 keys"),
-    "ids dtype": (lambda: {"mask": masks.Documents(ints(2, 8).short(), ints(2, 10))}, TypeError,
-                  "ids must be torch.int32 or torch.int64, got torch.int16"),
-    "ids shape": (lambda: {"mask": masks.Documents(ints(2, 8), ints(2, 9))}, ValueError,
-                  r"Documents: ids_k must have shape .*got \(2, 9\)"),
-    "ids float": (lambda: {"mask": masks.Documents(torch.zeros(8), ints(10))}, TypeError,
-                  "ids must be torch.int"),
     "two documents": (lambda: {"mask": masks.Documents(ints(8), ints(10)) & masks.Documents(ints(10))},
                       ValueError, "Documents stands once in a mask: number the pairs"),
-    "prefix dtype": (lambda: {"mask": masks.PrefixLM(torch.ones(2))}, TypeError,
-                     "lens must be torch.int32 or"),
-    "prefix shape": (lambda: {"mask": masks.PrefixLM(ints(3))}, ValueError,
-                     r"Prefix: lens must have shape \(batch,\) = \(2,\) or \(1,\), got \(3,\)"),
-    "prefix alone": (lambda: {"mask": masks.Prefix(ints(2))}, ValueError,
-                     "write Causal.. . Prefix.lens., which is"),
     "prefix and causal": (lambda: {"mask": masks.Prefix(ints(2)), "causal": True}, ValueError,
                           "Prefix widens another mask and says nothing alone.*PrefixLM"),
-    "sink tokens sign": (lambda: {"mask": masks.SlidingWindow(4, sink_tokens=-1)}, ValueError,
-                         "(count|sink_tokens) must not be negative, got -1"),
-    "sink tokens kind": (lambda: {"mask": masks.SinkTokens(1.5)}, TypeError,
-                         "count must be an int, got float"),
-    "sink tokens tensor": (lambda: {"mask": masks.SinkTokens(ints())}, TypeError,
-                           "must be an int, got Tensor"),
     "sink tokens alone": (lambda: {"mask": masks.SinkTokens(2)}, ValueError,
                           "SlidingWindow.left, sink_tokens=count"),
-    "chunk sign": (lambda: {"mask": masks.Chunks(-4)}, ValueError, "size must be .*, got -4"),
-    "chunk kind": (lambda: {"mask": masks.Chunks("4")}, TypeError, "size must be an int, got str"),
     "rows float": (lambda: {"mask": masks.HiddenRows(torch.zeros(10, 2))}, TypeError,
                    "intervals must be torch.int32 or torch.int64, got torch.float32"),
-    "rows length": (lambda: {"mask": masks.HiddenRows(ints(8, 2))}, ValueError,
-                    r"HiddenRows: intervals must have .*num_heads, k_len, .*\(2, 4, 10, 2 or 4\)"),
-    "rows pairs": (lambda: {"mask": masks.HiddenRows(ints(10, 3))}, ValueError,
-                   "intervals must hold one or two pairs"),
-    "rows heads": (lambda: {"mask": masks.HiddenRows(ints(3, 10, 2))}, ValueError,
-                   r"HiddenRows: .* got \(3, 10, 2\)"),
-    "keys length": (lambda: {"mask": masks.HiddenKeys(ints(10, 2))}, ValueError,
-                    r"HiddenKeys: intervals must have .*num_heads, q_len, .*\(2, 4, 8, 2 or 4\)"),
-    "blocks count": (lambda: {"mask": blocks(1, 2)}, ValueError,
-                     r"BlockMask: blocks must have shape \(2 or 1, 4 or 1, 1, 1\) .*got \(1, 1, 1, 2\)"),
     "blocks heads": (lambda: {"mask": blocks(2, 2, 1, 1)}, ValueError, "BlockMask: blocks must have shape"),
     "aux kind": (lambda: {"return_aux": "lse"}, TypeError,
                  "return_aux must be a flash_ext.AuxRequest or None, got str"),
-    "aux bool": (lambda: {"return_aux": True}, TypeError, r"got bool. Write AuxRequest\(lse=True\)"),
-    "causal": (lambda: {"causal": "left"}, TypeError,
-               r'causal must be a bool, got .left.*masks.Causal\("top_left"\)'),
-    "alignment": (lambda: {"mask": masks.Causal("left")}, ValueError,
-                  "alignment must be one of bottom_right, top_left"),
-    "alignments": (lambda: {"mask": masks.Causal("top_left"), "window_size": (3, -1)}, ValueError,
-                   "bands of both alignments do not go together where the lengths differ"),
-    "layout": (lambda: {"layout": "sbhd"}, ValueError, "layout"),
 }  # fmt: skip
 
 
@@ -181,7 +111,7 @@ def test_refused_in_words(case: str) -> None:
         flash_ext.attention(**dense(**keywords()))
 
 
-OLD_NAMES = {
+OTHER_KEYWORDS = {
     "softmax_scale": "scale=", "is_causal": "causal=", "window": "window_size=", "path": "backend=",
     "attn_mask": "mask= .* or bias= ", "key_padding_mask": "masks.KeyMask", "alibi_slopes": "masks.ALiBi",
     "document_ids": "masks.Documents", "prefix_lens": "masks.PrefixLM", "sink_tokens": "masks.SlidingWindow",
@@ -189,56 +119,19 @@ OLD_NAMES = {
     "hidden_rows": "masks.HiddenRows", "hidden_keys": "masks.HiddenKeys", "return_max_logits": "AuxRequest",
     "sofcap": "softcap=", "dropuot_p": "dropout_p=",
 }  # fmt: skip
+WITHOUT_COUNTERPART = {
+    "enable_gqa": "Grouped heads need no switch: leave it out.",
+    "cu_seqlens_q": "Packed sequences go into flash_ext.attention_varlen.",
+    "block_table": "Keys in a cache go into flash_ext.attention_varlen.",
+}
 
 
-@pytest.mark.parametrize("name", OLD_NAMES)
-def test_another_name_is_answered_with_ours(name: str) -> None:
-    q, k, v = make_qkv()
-    cu = torch.tensor([0, 17], dtype=torch.int32)
-    for function, tensors in (
-        (flash_ext.attention, (q, k, v)),
-        (flash_ext.attention_varlen, (q[0], k[0], v[0], cu, cu)),
-        (flash_ext.forward, (q, k, v)),
-        (flash_ext.backward, (q, q, k, v, q, q)),
-    ):
-        if "AuxRequest" in OLD_NAMES[name] and function in (flash_ext.forward, flash_ext.backward):
-            continue  # these have no return_aux
-        words = rf"{function.__name__}\(\) has no keyword '{name}'. Did you mean .*{OLD_NAMES[name]}"
-        with pytest.raises(TypeError, match=words):
-            function(*tensors, **{name: None})
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("enable_gqa", "Grouped heads need no switch: leave it out."),
-        ("cu_seqlens_q", "Packed sequences go into flash_ext.attention_varlen."),
-        ("block_table", "Keys in a cache go into flash_ext.attention_varlen."),
-    ],
-)
-def test_a_keyword_without_a_counterpart_is_answered_with_what_to_do(name: str, words: str) -> None:
-    with pytest.raises(TypeError, match=rf"^attention\(\) has no keyword '{name}'. {re.escape(words)}$"):
+@pytest.mark.parametrize("name", [*OTHER_KEYWORDS, *WITHOUT_COUNTERPART])
+def test_another_keyword_is_answered_with_ours_or_with_what_to_do(name: str) -> None:
+    """What other functions answer is in test_api.py."""
+    answer = f"Did you mean .*{OTHER_KEYWORDS[name]}" if name in OTHER_KEYWORDS else WITHOUT_COUNTERPART[name]
+    with pytest.raises(TypeError, match=rf"^attention\(\) has no keyword '{name}'. {answer}"):
         flash_ext.attention(*make_qkv(), **{name: None})
-
-
-def test_arguments_are_checked_beside_modifiers_too() -> None:
-    for changes, exception, words in (
-        ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
-        ({"q": torch.zeros(8, 4, 16)}, ValueError, r"q must have shape \(batch, .* got \(8, 4, 16\)"),
-        ({"window_size": 5}, TypeError, "window_size must be a pair of ints"),
-        ({"window_size": (-2, 0)}, ValueError, r"window_size must be .*got \(-2, 0\)"),
-        ({"scale": float("nan")}, ValueError, "^scale must be finite, got nan"),
-        (
-            {"scale": torch.tensor(0.5, requires_grad=True)},
-            TypeError,
-            "^scale must be a number, got Tensor. It would get no gradient",
-        ),
-        ({"backend": "sm75"}, ValueError, "must be None .automatic. or one of sm90, sm80, cpu, got 'sm75'"),
-        ({"backend": 4}, TypeError, "backend must be a str or None, got int"),
-        ({"v": torch.zeros(2, 10, 2, 16)}, TypeError, "v torch.float32"),
-    ):
-        with pytest.raises(exception, match=words):
-            flash_ext.attention(**{**dense(mask=rectangle(8, 10)), **changes})
 
 
 def test_a_scale_that_learns_is_refused_rather_than_dropped() -> None:

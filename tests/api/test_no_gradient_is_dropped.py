@@ -118,15 +118,3 @@ def test_every_input_alone_gets_its_gradient(name: str) -> None:
         assert isinstance(loss, Tensor), f"{wanted} is dropped"
         (grad,) = torch.autograd.grad(loss, given[wanted])
         assert grad.shape == given[wanted].shape and grad.isfinite().all() and grad.any(), wanted
-
-
-def test_what_has_no_gradient_says_so() -> None:
-    """The largest scores carry none; second derivatives raise."""
-    q, k, v = (t.requires_grad_() for t in qkv().values())
-    aux = flash_ext.attention(q, k, v, return_aux=AuxRequest(max_scores=True))[1]
-    assert not aux.max_scores.requires_grad
-    for options in ({}, {"softcap": 2.0}):
-        out = flash_ext.attention(q, k, v, **options)
-        (grad,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
-        with pytest.raises(RuntimeError, match="not implemented"):
-            grad.sum().backward()

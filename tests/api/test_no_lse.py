@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_ext
 from flash_ext import AuxRequest, masks
@@ -21,9 +20,10 @@ from flash_ext._ops.library import _C
 from flash_ext._ops.library_mod import modifier_arguments
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext.compat import flash_attn
+from tests.api.test_ops import with_gradients
 from tests.conftest import NO_CACHING
 from tests.graphs import capture
-from tests.qkv import make_packed, make_qkv, null_kernels, on_devices, tolerance
+from tests.qkv import OperatorCalls, make_packed, make_qkv, null_kernels, on_devices, tolerance
 
 OPS = torch.ops.flash_ext
 LSE = AuxRequest(lse=True)
@@ -31,24 +31,11 @@ BATCH = 2
 Attention = Callable[..., Any]
 
 
-class Seen(TorchDispatchMode):
-    """Notes how many elements the lse of each forward has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "flash_ext" and func._opname.startswith("fwd"):
-            self.elements.append(result[1].numel())
-        return result
-
-
 def elements_of(call: Attention) -> list[int]:
-    with Seen() as seen:
+    """How many elements the lse of each forward has."""
+    with OperatorCalls() as calls:
         call()
-    return seen.elements
+    return [results[1].numel() for name, _, results in calls.seen if name.startswith("fwd")]
 
 
 # ---- what public calls ask for ---------------------------------------------------------------------------
@@ -92,17 +79,14 @@ def test_lse_is_made_where_it_is_asked_for(name: str, device: str) -> None:
             assert elements_of(lambda: call(return_aux=LSE)) == [aux.lse.numel()]
             assert elements_of(call) == [0]
             assert torch.equal(call(), wanted)
-
-
-@on_devices
-def test_maxima_without_lse(device: str) -> None:
-    q, k, v = make_qkv(device)
-    both = flash_ext.attention(q, k, v, return_aux=AuxRequest(lse=True, max_scores=True))
-    call = functools.partial(flash_ext.attention, q, k, v, return_aux=AuxRequest(max_scores=True))
-    assert elements_of(call) == [0]
-    out, aux = call()
-    assert aux.lse is None
-    assert torch.equal(out, both[0]) and torch.equal(aux.max_scores, both[1].max_scores)
+            with_maxima = functools.partial(call, return_aux=AuxRequest(max_scores=True))
+            if name == "cached":  # which has none
+                continue
+            assert elements_of(with_maxima) == [0]
+            out, found = with_maxima()
+            assert found.lse is None and torch.equal(out, wanted)
+            both = call(return_aux=AuxRequest(lse=True, max_scores=True))[1]
+            assert torch.equal(found.max_scores, both.max_scores)
 
 
 @on_devices
@@ -153,32 +137,36 @@ def test_under_vmap_as_without(options: dict[str, float], device: str) -> None:
         assert mapped(q.float(), k.float(), v.float()).dtype == torch.bfloat16
 
 
-def test_serving_asks_for_what_it_returns() -> None:
-    q, k, v, cu = make_packed(spare=0)
-    used = torch.tensor([2, 0, 5], dtype=torch.int32)
-    for cached in ({}, {"seqused_k": used}):
-        call = functools.partial(flash_ext.serving.flash_attn_varlen_func, q, k, v, 9, cu, 9, cu, **cached)
-        assert elements_of(call) == [0]
-        assert elements_of(functools.partial(call, return_softmax_lse=True)) == [12 * 4]
-        assert torch.equal(call(return_softmax_lse=True)[0], call())
+def other_calls() -> dict[str, Attention]:
+    """Calls whose lse has a flag of its own."""
+    p, pk, pv, cu = make_packed(spare=0)
+    serving = functools.partial(flash_ext.serving.flash_attn_varlen_func, p, pk, pv, 9, cu, 9, cu)
+    packed = functools.partial(flash_attn.flash_attn_varlen_func, p, pk, pv, cu, cu, 9, 9)
+    dense = functools.partial(flash_attn.flash_attn_func, *make_qkv())
+    return {
+        "serving": serving,
+        "serving, cached": functools.partial(serving, seqused_k=torch.tensor([2, 0, 5], dtype=torch.int32)),
+        "flash_attn": dense,
+        "flash_attn, dropout": functools.partial(dense, dropout_p=0.5),
+        "flash_attn, packed": packed,
+        "flash_attn, packed, dropout": functools.partial(packed, dropout_p=0.5),
+    }
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_flash_attn_asks_for_what_it_returns(dropout_p: float, packed: bool) -> None:
-    if packed:
-        q, k, v, cu = make_packed(spare=0)
-        call = functools.partial(flash_attn.flash_attn_varlen_func, q, k, v, cu, cu, 9, 9, dropout_p)
-    else:
-        call = functools.partial(flash_attn.flash_attn_func, *make_qkv(), dropout_p)
+@pytest.mark.parametrize("name", other_calls())
+def test_other_functions_ask_for_what_they_return(name: str) -> None:
+    call, flag = other_calls()[name], "return_softmax_lse" if "serving" in name else "return_attn_probs"
+    with_lse = functools.partial(call, **{flag: True})
     assert elements_of(call) == [0]
-    assert elements_of(functools.partial(call, return_attn_probs=True))[0] > 0
+    assert (
+        elements_of(with_lse)[0]
+        == (2 * 17 if name.startswith("flash_attn") and "packed" not in name else 12) * 4
+    )
     found = []
-    for more in ({}, {"return_attn_probs": True}):
+    for function in (call, with_lse):
         torch.manual_seed(3)
-        out = call(**more)
-        found.append(out[0] if more else out)
-    assert torch.equal(*found)
+        found.append(function())
+    assert torch.equal(found[0], found[1][0])
 
 
 # ---- the operators ---------------------------------------------------------------------------------------
@@ -222,13 +210,9 @@ def test_operators_without_lse(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_opcheck(name: str, device: str) -> None:
     op, args = operator_calls(device)[name]
+    if name in ("fwd", "fwd_mod"):  # the same ones of packed sequences without gradients
+        args = with_gradients(args)
     torch.library.opcheck(op, (*args, False))
-    if "cached" not in name:
-        leaves = (
-            a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
-            for a in args
-        )
-        torch.library.opcheck(op, (*leaves, False))
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -252,17 +236,6 @@ def test_no_keys_at_all() -> None:
                 *tensors, *numbers, *mods, True, False, None, False, False
             )
             assert not out.any() and lse.shape == (0,) and (row_max == -torch.inf).all()
-
-
-def test_vmap_of_the_operator() -> None:
-    q, k, v = make_qkv()
-    numbers = (0, 0, 0.25, -1, -1)
-
-    def attend(*qkv: Tensor) -> Tensor:
-        return OPS.fwd.default(*qkv, None, None, *numbers, False, None, False, False)[0]
-
-    mapped = torch.vmap(attend)(q[:, None], k[:, None], v[:, None])
-    assert torch.equal(mapped.flatten(0, 1), attend(q, k, v))
 
 
 @on_devices

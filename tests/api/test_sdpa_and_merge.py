@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_ext
-from tests.qkv import make_qkv, on_devices, reference, tolerance
+from tests.qkv import OperatorCalls, make_qkv, on_devices, reference, tolerance
 
 # ---- scaled_dot_product_attention ------------------------------------------------------------------------
 
@@ -106,19 +105,11 @@ def test_sdpa_reads_its_inputs_in_place() -> None:
     """No copies: what reaches the operator is the caller's memory, whichever order its dimensions have."""
     q, k, v = (t.transpose(1, 2) for t in make_qkv(heads_k=4))
     contiguous = [t.contiguous() for t in (q, k, v)]
-    seen: list[int] = []
-
-    class Spy(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.flash_ext.fwd.default:
-                seen.extend(t.data_ptr() for t in args[:3])
-            return func(*args, **(kwargs or {}))
-
     for inputs in ((q, k, v), contiguous):
-        seen.clear()
-        with Spy():
+        with OperatorCalls() as calls:
             flash_ext.scaled_dot_product_attention(*inputs, is_causal=True)
-        assert seen == [t.data_ptr() for t in inputs]
+        ((_, args, _),) = calls.seen
+        assert [t.data_ptr() for t in args[:3]] == [t.data_ptr() for t in inputs]
 
 
 def test_sdpa_refuses_in_words() -> None:
@@ -126,28 +117,30 @@ def test_sdpa_refuses_in_words() -> None:
     for wrong in (None, [1.0]):
         with pytest.raises(TypeError, match="key must be a torch.Tensor, got"):
             flash_ext.scaled_dot_product_attention(q, wrong, v)
-    with pytest.raises(TypeError, match="value must be a dense tensor, got one of layout torch.sparse_coo"):
-        flash_ext.scaled_dot_product_attention(q, k, v.to_sparse())
-    sdpa = flash_ext.scaled_dot_product_attention
-    with pytest.raises(ValueError, match=r"attn_mask must broadcast to .*\(2, 4, 17, 17\), got \(17, 16\)"):
-        sdpa(q, k, v, torch.ones(17, 16, dtype=torch.bool), enable_gqa=True)
-    with pytest.raises(TypeError, match=r"attn_mask must be torch.bool .* got torch.uint8.*\.bool\(\)"):
-        sdpa(q, k, v, torch.ones(17, 17, dtype=torch.uint8), enable_gqa=True)
-    with pytest.raises(ValueError, match=r"dropout_p must be a probability from 0 to 1, got 1\.5"):
-        sdpa(q, k, v, dropout_p=1.5, enable_gqa=True)
     five = [t.expand(3, 2, 4, 17, 16) for t in (q, q, q)]
-    with pytest.raises(ValueError, match=r"attn_mask must broadcast .*\(3, 2\) in front, got \(5, 1, "):
-        sdpa(*five, torch.ones(5, 1, 17, 17, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"same number of heads.*\(4, 2, 2\).*enable_gqa=True"):
-        sdpa(q, k, v)
-    with pytest.raises(ValueError, match="leading dimensions of query, key and value must broadcast"):
-        sdpa(q, k[:1].expand(3, -1, -1, -1), v)
-    with pytest.raises(ValueError, match="value must have at least 2 dimensions"):
-        sdpa(q, k, torch.ones(3))
+    grouped = {"enable_gqa": True}
+    for args, options, error, words in (
+        ((q, k, v.to_sparse()), {}, TypeError,
+         "value must be a dense tensor, got one of layout torch.sparse_coo"),
+        ((q, k, v, torch.ones(17, 16).bool()), grouped, ValueError,
+         r"attn_mask must broadcast to .*\(2, 4, 17, 17\), got \(17, 16\)"),
+        ((q, k, v, torch.ones(17, 17).byte()), grouped, TypeError,
+         r"attn_mask must be torch.bool .* got torch.uint8.*\.bool\(\)"),
+        ((q, k, v, None, 1.5), grouped, ValueError,
+         r"dropout_p must be a probability from 0 to 1, got 1\.5"),
+        ((*five, torch.ones(5, 1, 17, 17).bool()), {}, ValueError,
+         r"attn_mask must broadcast .*\(3, 2\) in front, got \(5, 1, "),
+        ((q, k, v), {}, ValueError, r"same number of heads.*\(4, 2, 2\).*enable_gqa=True"),
+        ((q, k[:1].expand(3, -1, -1, -1), v), {}, ValueError,
+         "leading dimensions of query, key and value must broadcast"),
+        ((q, k, torch.ones(3)), {}, ValueError, "value must have at least 2 dimensions"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            flash_ext.scaled_dot_product_attention(*args, **options)
     with FakeTensorMode():
         wide = torch.empty(2, 4, 8, 64, device="cuda")
         with pytest.raises(TypeError, match="torch.float32.*autocast"):
-            sdpa(wide, wide, wide)
+            flash_ext.scaled_dot_product_attention(wide, wide, wide)
 
 
 # ---- merge_attention_states ------------------------------------------------------------------------------
@@ -221,21 +214,15 @@ def test_attention_over_merged_states_trains_like_the_whole() -> None:
     torch.testing.assert_close(got, expected)
 
 
-def test_merging_refuses_shapes_that_do_not_agree() -> None:
-    (out, lse), merge = random_state(), flash_ext.merge_attention_states
-    with pytest.raises(ValueError, match="out_a must have shape"):
-        merge(out[0, 0], lse, out, lse)
-    with pytest.raises(ValueError, match="out_b must have the shape of out_a"):
-        merge(out, lse, out[:1], lse)
-    with pytest.raises(ValueError, match=r"lse_a must have shape \(2, 3, 5\), got \(2, 5, 3\)"):
-        merge(out, lse.transpose(1, 2), out, lse)
-    with pytest.raises(ValueError, match="lse_b must have shape"):
-        merge(out, lse, out, lse[:, :1])
-
-
-def test_merging_refuses_what_is_no_tensor_of_numbers() -> None:
-    (out, lse), merge = random_state(), flash_ext.merge_attention_states
-    with pytest.raises(TypeError, match="lse_a must be a torch.Tensor, got NoneType"):
-        merge(out, None, out, lse)
-    with pytest.raises(TypeError, match="out_b must be floating point, got torch.int32"):
-        merge(out, lse, out.int(), lse)
+def test_merging_refuses() -> None:
+    out, lse = random_state()
+    for states, error, words in (
+        ((out[0, 0], lse, out, lse), ValueError, "out_a must have shape"),
+        ((out, lse, out[:1], lse), ValueError, "out_b must have the shape of out_a"),
+        ((out, lse.transpose(1, 2), out, lse), ValueError, r"lse_a must have .*\(2, 3, 5\), got \(2, 5, 3\)"),
+        ((out, lse, out, lse[:, :1]), ValueError, "lse_b must have shape"),
+        ((out, None, out, lse), TypeError, "lse_a must be a torch.Tensor, got NoneType"),
+        ((out, lse, out.int(), lse), TypeError, "out_b must be floating point, got torch.int32"),
+    ):
+        with pytest.raises(error, match=words):
+            flash_ext.merge_attention_states(*states)

@@ -26,7 +26,7 @@ from flash_ext import _log as log
 from flash_ext import _sdpa_override as sdpa_override
 from flash_ext._ops.library import _C
 from tests.integrations.test_sdpa_override import is_on, untouched
-from tests.kept import compiled
+from tests.kept import kept
 from tests.qkv import make_qkv, null_kernels
 
 __all__ = ["untouched"]  # a fixture
@@ -61,7 +61,17 @@ class Meeting:
     def wait_if_first(self) -> None:
         if self.first.acquire(blocking=False):
             self.here.set()
-            self.done.wait(0.5)
+            self.done.wait(0.25)
+
+    def second(self, function: Callable[[], Any]) -> Callable[[], None]:
+        """What the other thread does once the first is here."""
+
+        def run() -> None:
+            assert self.here.wait(10)
+            function()
+            self.done.set()
+
+        return run
 
 
 # ---- PyTorch's own attention -----------------------------------------------------------------------------
@@ -77,13 +87,7 @@ def test_two_threads_switch_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
         meeting.wait_if_first()
 
     monkeypatch.setattr(sdpa_override, "_prefer_own_backends", prefer)
-
-    def second() -> None:
-        assert meeting.here.wait(10)
-        flash_ext.enable_sdpa()
-        meeting.done.set()
-
-    in_threads(flash_ext.enable_sdpa, second)
+    in_threads(flash_ext.enable_sdpa, meeting.second(flash_ext.enable_sdpa))
     assert switched == [1] and is_on()
 
 
@@ -99,13 +103,7 @@ def test_two_threads_switch_off_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sdpa_override._Active, "remove", remove)
     flash_ext.enable_sdpa()
-
-    def second() -> None:
-        assert meeting.here.wait(10)
-        flash_ext.disable_sdpa()
-        meeting.done.set()
-
-    in_threads(flash_ext.disable_sdpa, second)
+    in_threads(flash_ext.disable_sdpa, meeting.second(flash_ext.disable_sdpa))
     assert removed == [1] and not is_on()
 
 
@@ -169,11 +167,15 @@ import torch.nn.functional as F
 warnings.simplefilter("ignore")
 device, seconds = {device!r}, {seconds}
 dtype = torch.float32 if device == "cpu" else torch.bfloat16
-end, wrong, turns = time.monotonic() + seconds, [], [0, 0, 0]
+start, wrong, turns = time.monotonic(), [], [0, 0, 0]
+
+def goes_on():  # longer on a busy machine, until every thread has had a turn
+    passed = time.monotonic() - start
+    return not wrong and passed < 60 and (passed < seconds or not all(turns))
 
 def until_the_end(function):
     def run():
-        while time.monotonic() < end and not wrong:
+        while goes_on():
             try:
                 function()
             except BaseException as error:
@@ -238,22 +240,7 @@ print("whole", turns)
 """
 
 
-def run_switching(device: str, seconds: float) -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", SWITCHING.format(device=device, seconds=seconds)],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stdout.startswith("whole"), done.stderr[-2000:]
-
-
-def test_threads_that_switch_while_others_attend() -> None:
-    run_switching("cpu", 3.0)
-
-
-@pytest.mark.gpu
-def test_gpu_threads_that_switch_while_others_attend() -> None:
-    run_switching("cuda", 8.0)
-
+TORCH_VERSION = f"{torch.__version__} {torch.version.git_version} {torch._C._GLIBCXX_USE_CXX11_ABI}"
 
 # What torch's own implementations are to the dispatcher, for CPU tensors: functions in C++, the backward with
 # int64_t where the schema has SymInt. Their results are sevens.
@@ -293,15 +280,19 @@ seven = torch.full((1, 2, 8, 16), 7.0)
 set_sdpa("CPU")
 ours = attend(*served)[0].float()
 set_sdpa("")
-end, seen = time.monotonic() + 4, collections.Counter()
+start, seen = time.monotonic(), collections.Counter()
+
+def goes_on():  # longer on a busy machine, until everything has been seen
+    passed = time.monotonic() - start
+    return passed < 1.5 or (passed < 60 and len(seen) < 3)
 
 def switch():
-    while time.monotonic() < end:
+    while goes_on():
         set_sdpa("CPU")
         set_sdpa("")
 
 def call(leaves):
-    while time.monotonic() < end:
+    while goes_on():
         try:
             out = attend(*leaves)[0]
             grads = torch.autograd.grad(out.sum(), leaves)
@@ -320,23 +311,49 @@ assert set(seen) == {("ours", torch.bfloat16), ("torch's", torch.bfloat16), ("to
 """
 
 
-@pytest.mark.slow
-def test_calls_of_operators_that_come_and_go(tmp_path: Path) -> None:
-    """The dispatcher's entries change under calls, as on a GPU, where torch has its own implementations."""
+def stock_library(folder: Path) -> Path | None:
+    """Those implementations, compiled; nothing where there is no compiler."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        pytest.skip("no C++ compiler")
-    (tmp_path / "stock.cpp").write_text(STOCK)
-    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
-    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
-    options = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", *includes, *libraries]
-    command = [compiler, *options, str(tmp_path / "stock.cpp"), "-ltorch", "-ltorch_cpu", "-lc10"]
-    assert compiled(command, tmp_path / "stock.so").returncode == 0
+        return None
+    library = folder / "stock.so"
+
+    def compile_it() -> bytes:
+        library.with_suffix(".cpp").write_text(STOCK)
+        includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+        folders = [f"-L{path}" for path in cpp_extension.library_paths()]
+        options = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", *includes, *folders]
+        files = [str(library.with_suffix(".cpp")), "-o", str(library)]
+        subprocess.run([compiler, *options, *files, "-ltorch", "-ltorch_cpu", "-lc10"], check=True)
+        return library.read_bytes()
+
+    # The headers are those of torch: to look at them takes most of the time that compiling does.
+    version = subprocess.run([compiler, "-v"], capture_output=True, check=True).stderr
+    library.write_bytes(kept("stock 1", [STOCK.encode(), version, TORCH_VERSION.encode()], compile_it))
+    return library
+
+
+def run_whole(program: str, *arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", BESIDE_STOCK, str(tmp_path / "stock.so")],
+        [sys.executable, "-X", "faulthandler", "-c", program, *arguments],
         capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0 and done.stdout.startswith("whole"), done.stderr[-2000:]
+
+
+def test_threads_that_switch_while_others_attend(tmp_path: Path) -> None:
+    """And then while entries of the dispatcher that torch has, as on a GPU, come and go under calls."""
+    library = stock_library(tmp_path)
+    switching = SWITCHING.format(device="cpu", seconds=1.0)
+    if library is None:
+        run_whole(switching)
+        pytest.skip("no C++ compiler for the second half")
+    run_whole(switching + BESIDE_STOCK, str(library))
+
+
+@pytest.mark.gpu
+def test_gpu_threads_that_switch_while_others_attend() -> None:
+    run_whole(SWITCHING.format(device="cuda", seconds=8.0))
 
 
 # ---- the batch-invariant mode ----------------------------------------------------------------------------
@@ -352,16 +369,11 @@ def test_what_a_thread_finds_is_what_another_has_set(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(batch_invariance, "_set", set_mode)
 
-    def outer() -> None:
-        undone["outer"] = flash_ext.serving.set_batch_invariant(True)
-
-    def inner() -> None:
-        assert meeting.here.wait(10)
-        undone["inner"] = flash_ext.serving.set_batch_invariant(True)
-        meeting.done.set()
+    def switch_on(which: str) -> None:
+        undone[which] = flash_ext.serving.set_batch_invariant(True)
 
     try:
-        in_threads(outer, inner)
+        in_threads(lambda: switch_on("outer"), meeting.second(lambda: switch_on("inner")))
         undone["inner"].close()
         assert flash_ext.serving.is_batch_invariant()
         undone["outer"].close()
@@ -423,13 +435,8 @@ def test_the_log_names_the_threads_own_launch(caplog: pytest.LogCaptureFixture) 
 
     logged = log.logged(forward, level=3)
 
-    def second() -> None:
-        assert meeting.here.wait(10)
-        forward(40)
-        meeting.done.set()
-
     with null_kernels(), caplog.at_level(logging.INFO, logger="flash_ext"):
         forward_grid = (flash_ext.forward(q, k, v), _C.last_launch()["grid"])[1]
-        in_threads(lambda: logged(1), second)
+        in_threads(lambda: logged(1), meeting.second(lambda: forward(40)))
         assert _C.last_launch()["grid"] != forward_grid == 8
     assert any(f", grid {forward_grid}" in message for message in caplog.messages), caplog.messages

@@ -32,5 +32,5 @@ def wants_lse(flags: Sequence[Any]) -> bool:
 
 
 def default_scale(head_dim: int) -> float:
-    """1/sqrt(head_dim), the scale of Vaswani et al. 2017."""
-    return 1.0 / math.sqrt(head_dim)
+    """1/sqrt(head_dim), the scale of Vaswani et al. 2017. 1 for no columns, which a check behind refuses."""
+    return 1.0 / math.sqrt(max(head_dim, 1))

@@ -82,4 +82,11 @@ __device__ __forceinline__ void run_cta(int shared_at, int barriers_at, const Pr
   }
 }
 
+// The same where there is nothing to prepare, and a ring of work tiles.
+template <typename T, typename Shared, typename Barriers, typename Produce, typename Consume,
+          typename Convert = NoConverterOfCta>
+__device__ __forceinline__ void run_cta(const Produce& produce, const Consume& consume, const Convert& convert = {}) {
+  run_cta<T, Shared, Barriers>(T::kWorkAt, T::kBarriersAt, [](const auto&) {}, produce, consume, convert);
+}
+
 }  // namespace flash_ext::sm90

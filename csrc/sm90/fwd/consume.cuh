@@ -10,6 +10,7 @@
 // on the same registers would be serialised.
 #pragma once
 
+#include "../core/roles.cuh"
 #include "numbers.cuh"
 
 namespace flash_ext::sm90 {
@@ -314,6 +315,13 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     }
   }
   if (lane == 0) ptx::bulk_wait_read();
+}
+
+// The body of a kernel whose consumers are these. produce(cta, warp): in warps of the first warpgroup.
+template <typename T, typename Args, typename Produce>
+__device__ __forceinline__ void run_fwd_cta(const Args& a, const FwdMaps& maps, const Produce& produce) {
+  run_cta<T, typename T::Tile, Barriers<T>>(
+      produce, [&](const auto& cta, int group) { consume<T>(a, maps, cta.smem, cta.shared, cta.bars, group - 1); });
 }
 
 }  // namespace flash_ext::sm90

@@ -2,8 +2,8 @@
 //
 //   O_i = softmax(scale * Q_i K^T) V,  lse_i = log sum_j exp(scale * q_i . k_j)
 //
-// One CTA per multiprocessor, or as many as FwdTile says, takes work tiles (kBlockM query rows of one head) until none is left. Its first warpgroup
-// is the producer (two warps of it work), the others are consumers with 64 rows each.
+// One CTA per multiprocessor, or as many as FwdTile says, takes work tiles (kBlockM query rows of one head) until none is
+// left. Its first warpgroup is the producer (two warps of it work), the others are consumers with 64 rows each.
 //
 // Shared memory, 128-byte swizzled tiles first:
 //   ring  [kKvStages][kBlockN rows of K or V]
@@ -12,7 +12,6 @@
 //   work tiles [kWorkStages], barriers
 #pragma once
 
-#include "../core/roles.cuh"
 #include "consume.cuh"
 #include "produce.cuh"
 
@@ -21,16 +20,13 @@ namespace flash_ext::sm90 {
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kTile.ctas)
     fwd_sm90_kernel(const __grid_constant__ typename T::Args a, const __grid_constant__ FwdMaps maps) {
-  run_cta<T, typename T::Tile, Barriers<T>>(
-      T::kWorkAt, T::kBarriersAt, [](const auto&) {},
-      [&](const auto& cta, int warp) {
-        if (warp == 0) {
-          schedule_work<T>(a, maps, cta.smem, cta.shared, cta.bars);
-        } else if (warp == 1) {
-          load_tiles<T>(a, maps, cta.smem, cta.shared, cta.bars);
-        }
-      },
-      [&](const auto& cta, int group) { consume<T>(a, maps, cta.smem, cta.shared, cta.bars, group - 1); });
+  run_fwd_cta<T>(a, maps, [&](const auto& cta, int warp) {
+    if (warp == 0) {
+      schedule_work<T>(a, maps, cta.smem, cta.shared, cta.bars);
+    } else if (warp == 1) {
+      load_tiles<T>(a, maps, cta.smem, cta.shared, cta.bars);
+    }
+  });
 }
 
 }  // namespace flash_ext::sm90

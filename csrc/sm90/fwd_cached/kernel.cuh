@@ -5,7 +5,6 @@
 // Consumers, shared memory and barriers are those of fwd/kernel.cuh; three warps of the first warpgroup produce.
 #pragma once
 
-#include "../core/roles.cuh"
 #include "../fwd/consume.cuh"
 #include "produce.cuh"
 
@@ -14,18 +13,15 @@ namespace flash_ext::sm90 {
 // schedule(cta): the first warp.
 template <typename T, typename Args, typename Schedule>
 __device__ __forceinline__ void run_cached_cta(const Args& a, const FwdMaps& maps, const Schedule& schedule) {
-  run_cta<T, typename T::Tile, Barriers<T>>(
-      T::kWorkAt, T::kBarriersAt, [](const auto&) {},
-      [&](const auto& cta, int warp) {
-        if (warp == 0) {
-          schedule(cta);
-        } else if (warp == 1) {
-          load_cached_tiles<T, false>(a, maps.k, cta.shared, cta.bars, CopiedRing<T>{cta.smem, cta.bars});
-        } else if (warp == 2) {
-          load_cached_tiles<T, true>(a, maps.v, cta.shared, cta.bars, CopiedRing<T>{cta.smem, cta.bars});
-        }
-      },
-      [&](const auto& cta, int group) { consume<T>(a, maps, cta.smem, cta.shared, cta.bars, group - 1); });
+  run_fwd_cta<T>(a, maps, [&](const auto& cta, int warp) {
+    if (warp == 0) {
+      schedule(cta);
+    } else if (warp == 1) {
+      load_cached_tiles<T, false>(a, maps.k, cta.shared, cta.bars, CopiedRing<T>{cta.smem, cta.bars});
+    } else if (warp == 2) {
+      load_cached_tiles<T, true>(a, maps.v, cta.shared, cta.bars, CopiedRing<T>{cta.smem, cta.bars});
+    }
+  });
 }
 
 template <typename T>

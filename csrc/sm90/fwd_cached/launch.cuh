@@ -90,31 +90,35 @@ std::string prepare_packed(const FwdCall& c, const Launch& l, PackedFwdArgs& a, 
   return encode_heads_map(maps.q, c.p.q, c.p.problem, box);
 }
 
-// Calls f<kSharesKeys>() for the tile that the plan has chosen.
+// Calls f<E, kSharesKeys>() for the element type and the tile that the plan has chosen.
 template <int D, typename F>
-std::string with_packed_tile(const Launch& l, const F& f) {
-  if constexpr (can_share_keys(D)) {
-    if (l.block_m == 64) return f.template operator()<true>();
-  }
-  return f.template operator()<false>();
+std::string with_packed_tile(const FwdCall& c, const Launch& l, const F& f) {
+  return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
+    if constexpr (can_share_keys(D)) {
+      if (l.block_m == 64) return f.template operator()<E, true>();
+    }
+    return f.template operator()<E, false>();
+  });
 }
 
-template <typename T>
-std::string launch_fwd_packed_as(const FwdCall& c, const Launch& l) {
-  PackedFwdArgs a{};
+// encode(a, maps): the maps of K and V.
+template <typename T, typename Args, typename Kernel, typename Encode>
+std::string launch_packed_kernel(const char* name, const Kernel& kernel, const FwdCall& c, const Launch& l, Args a,
+                                 const Encode& encode) {
   FwdMaps maps{};
   prepare_cached<T>(c, l, a);
-  std::string error = encode_kv_maps(c, a, maps);
+  std::string error = encode(a, maps);
   if (error.empty()) error = prepare_packed<T>(c, l, a, maps);
-  if (!error.empty()) return "fwd_packed_sm90: " + error;
-  return launch_planned(l, fwd_packed_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
+  if (!error.empty()) return std::string(name) + ": " + error;
+  return launch_planned(l, kernel, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }
 
 template <int D>
 std::string launch_fwd_packed(const FwdCall& c, const Launch& l) {
-  return with_packed_tile<D>(l, [&]<bool kSharesKeys>() {
-    return dispatch_dtype(c.p.problem.dtype,
-                          [&]<typename E>() { return launch_fwd_packed_as<PackedTraits<E, D, kSharesKeys>>(c, l); });
+  return with_packed_tile<D>(c, l, [&]<typename E, bool kSharesKeys>() {
+    using T = PackedTraits<E, D, kSharesKeys>;
+    return launch_packed_kernel<T>("fwd_packed_sm90", fwd_packed_sm90_kernel<T>, c, l, PackedFwdArgs{},
+                                   [&](auto& a, FwdMaps& maps) { return encode_kv_maps(c, a, maps); });
   });
 }
 

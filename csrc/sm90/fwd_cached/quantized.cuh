@@ -179,7 +179,6 @@ template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     fwd_packed_quantized_sm90_kernel(const __grid_constant__ QuantizedFwdArgs a, const __grid_constant__ FwdMaps maps) {
   run_cta<T, QuantizedTile, QuantizedBarriers<T>>(
-      T::kWorkAt, T::kBarriersAt, [](const auto&) {},
       [&](const auto& cta, int warp) {
         const RawRing<T> copies{cta.smem, cta.bars};
         if (warp == 0) {

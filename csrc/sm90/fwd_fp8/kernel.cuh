@@ -6,7 +6,6 @@
 // those of fwd/kernel.cuh; tiles of V lie transposed, [channels][keys].
 #pragma once
 
-#include "../core/roles.cuh"
 #include "../fwd/consume.cuh"
 #include "numbers.cuh"
 #include "produce.cuh"
@@ -16,16 +15,13 @@ namespace flash_ext::sm90 {
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     fwd_fp8_sm90_kernel(const __grid_constant__ Fp8Args a, const __grid_constant__ FwdMaps maps) {
-  run_cta<T, WorkTile, Barriers<T>>(
-      T::kWorkAt, T::kBarriersAt, [](const auto&) {},
-      [&](const auto& cta, int warp) {
-        if (warp == 0) {
-          schedule_fp8_work<T>(a, maps, cta.smem, cta.shared, cta.bars);
-        } else if (warp == 1) {
-          load_fp8_tiles<T>(a, maps, cta.smem, cta.shared, cta.bars);
-        }
-      },
-      [&](const auto& cta, int group) { consume<T>(a, maps, cta.smem, cta.shared, cta.bars, group - 1); });
+  run_fwd_cta<T>(a, maps, [&](const auto& cta, int warp) {
+    if (warp == 0) {
+      schedule_fp8_work<T>(a, maps, cta.smem, cta.shared, cta.bars);
+    } else if (warp == 1) {
+      load_fp8_tiles<T>(a, maps, cta.smem, cta.shared, cta.bars);
+    }
+  });
 }
 
 }  // namespace flash_ext::sm90

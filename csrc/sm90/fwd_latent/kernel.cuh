@@ -238,7 +238,6 @@ template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     fwd_latent_sm90_kernel(const __grid_constant__ PackedFwdArgs a, const __grid_constant__ FwdMaps maps) {
   run_cta<T, PackedTile, Barriers<T>>(
-      T::kWorkAt, T::kBarriersAt, [](const auto&) {},
       [&](const auto& cta, int warp) {
         if (warp == 0) {
           Work& place = *reinterpret_cast<Work*>(cta.bytes + T::kPlaceAt);

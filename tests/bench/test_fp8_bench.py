@@ -323,6 +323,7 @@ def test_demands_are_those_of_the_lengths():
 def test_the_report_rebuilds_table_and_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
+    pytest.importorskip("matplotlib")
     path, errors = tmp_path / "accuracy-fp8.json.gz", synthetic_errors()
     path.write_bytes(gzip.compress(errors.to_json().encode()))
     assert report.main([str(path), "--out", str(tmp_path / "out")]) == 0

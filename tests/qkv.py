@@ -118,6 +118,18 @@ class OperatorCalls(TorchDispatchMode):
         return [name for name, _, _ in self.seen]
 
 
+class AllOperators(TorchDispatchMode):
+    """Notes the names of all operators that are called inside, torch's own too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def sdpa_counts() -> dict[str, tuple[int, int]]:
     """By torch's operator: how many calls ran here since the start, and how many went back."""
     returned: collections.Counter[str] = collections.Counter()

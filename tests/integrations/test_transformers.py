@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_ext import masks
 from flash_ext.integrations import transformers as integration
+from tests.qkv import AllOperators
 
 transformers = pytest.importorskip("transformers", minversion="4.57")
 from transformers import masking_utils  # noqa: E402
@@ -264,18 +264,6 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
         close(grads[name], wanted[name], "cpu")
 
 
-class Passes(TorchDispatchMode):
-    """The operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **kwargs or {})
-
-
 def test_layers_prepare_their_mask_once() -> None:
     """Forward and backward of both layers; the sliding and the full one have masks of their own."""
     for shape, masks_of_model in (("llama", 1), ("gemma2", 2)):
@@ -286,7 +274,7 @@ def test_layers_prepare_their_mask_once() -> None:
             model(input_ids=ids, attention_mask=present).logits.sum().backward()
 
         step()
-        with Passes() as found:
+        with AllOperators() as found:
             step()
         assert found.names.count("flash_ext.condense.default") == masks_of_model
         for name in ("flash_ext.fwd_mod.default", "flash_ext.bwd_mod.default"):

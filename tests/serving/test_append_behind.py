@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_ext
 from bench import host_cost
@@ -16,7 +15,7 @@ from flash_ext import serving
 from flash_ext.serving import Rotary, append_kv
 from tests.covering import pairs_on_cpu
 from tests.graphs import capture
-from tests.qkv import null_kernels, on_devices
+from tests.qkv import AllOperators, null_kernels, on_devices
 
 DTYPES = [torch.float16, torch.bfloat16]
 EIGHT_BITS = [torch.float8_e4m3fn, torch.int8]
@@ -230,25 +229,13 @@ def test_a_call_is_an_append_and_a_read(
         assert all(torch.equal(a, b) for a, b in zip((*own, *got), (*wanted, *want), strict=True))
 
 
-class Seen(TorchDispatchMode):
-    """The operators that are called inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("rotary", [None, True])
 @pytest.mark.parametrize("way", ["table", "neither", "entries"])
 def test_a_step_has_two_operators(way: str, rotary: bool | None) -> None:
     """Without a GPU: the two of this library, and of torch's, each of which is a launch, views alone."""
     q, caches, new, options = engine_call(way, False, rotary, 1, "cpu")
     given = [x.bfloat16() for x in (q, *caches, *new)]
-    with host_cost.null_kernels("cpu"), Seen() as seen:
+    with host_cost.null_kernels("cpu"), AllOperators() as seen:
         serving.flash_attn_with_kvcache(*given, **options)
     views = ["aten.unsqueeze.default", "aten.slice.Tensor"] if way == "entries" else []
     ours = ["flash_ext.append_behind.default", "flash_ext.fwd_cached.default"]

@@ -241,14 +241,6 @@ __device__ __forceinline__ void pass_dq_semaphores(const BwdArgs& a, uint32_t sm
   });
 }
 
-// The tile of Q or of dO of a step, of head `h`.
-template <typename T>
-__device__ __forceinline__ void copy_queries(const BwdArgs& a, const CUtensorMap& map, const Steps& steps, uint32_t to,
-                                             uint32_t full, const BwdWorkTile& work, const Walk<T>& walk, int h) {
-  copy_tile<T::kChunks, T::kBlockM>(map, steps, to, full,
-                                    row_coordinates(a.p.problem, work.w.q, work.w.b, walk.block * T::kBlockM), h);
-}
-
 // Third warp: streams Q, with lse and delta.
 template <typename T>
 __device__ __forceinline__ void load_queries(const BwdArgs& a, const BwdMaps& maps, uint32_t smem,
@@ -261,13 +253,15 @@ __device__ __forceinline__ void load_queries(const BwdArgs& a, const BwdMaps& ma
         const int h = work.w.h * static_cast<int>(a.grid.shared.divisor) + walk.head;
         const int64_t tile = work.tile + static_cast<int64_t>(walk.head) * a.tiles_per_head + walk.block;
         const uint32_t full = bars.q_full(ring.stage);
-        copy_queries<T>(a, maps.q, a.q, smem + T::kQAt + ring.stage * T::kQBytes, full, work, walk, h);
+        copy_tile<T::kChunks, T::kBlockM>(maps.q, a.q, smem + T::kQAt + ring.stage * T::kQBytes, full,
+                                          row_coordinates(a.p.problem, work.w.q, work.w.b, walk.block * T::kBlockM), h);
         ptx::mbarrier_arrive_expect_tx(full, T::kStatsBytes);
         ptx::bulk_load(smem + T::kStatsAt + ring.stage * T::kStatsBytes, a.p.row_stats + tile * (2 * T::kBlockM),
                        T::kStatsBytes, full);
         if constexpr (T::kQueriesLoadDouts) {
-          copy_queries<T>(a, maps.dout, a.dout, smem + T::kDoutAt + ring.stage * T::kQBytes, bars.dout_full(ring.stage),
-                          work, walk, h);
+          copy_tile<T::kChunks, T::kBlockM>(
+              maps.dout, a.dout, smem + T::kDoutAt + ring.stage * T::kQBytes, bars.dout_full(ring.stage),
+              row_coordinates(a.p.problem, work.w.q, work.w.b, walk.block * T::kBlockM), h);
         }
         const bool dynamic = fetches_in_order<T>(a) || a.scheduler.counter != nullptr;  // else nobody waits for that
         if (dynamic && walk.left == min(T::kFetchAhead, work.steps)) {
@@ -284,8 +278,10 @@ __device__ __forceinline__ void load_douts(const BwdArgs& a, const BwdMaps& maps
       a, work_tiles, bars, [&](const BwdWorkTile& work, const Walk<T>& walk, const PipelineState<T::kStages>& ring) {
         wait(bars.dout_empty(ring.stage), ring.phase);
         if (threadIdx.x % 32 != 0) return;
-        copy_queries<T>(a, maps.dout, a.dout, smem + T::kDoutAt + ring.stage * T::kQBytes, bars.dout_full(ring.stage),
-                        work, walk, work.w.h * static_cast<int>(a.grid.shared.divisor) + walk.head);
+        copy_tile<T::kChunks, T::kBlockM>(maps.dout, a.dout, smem + T::kDoutAt + ring.stage * T::kQBytes,
+                                          bars.dout_full(ring.stage),
+                                          row_coordinates(a.p.problem, work.w.q, work.w.b, walk.block * T::kBlockM),
+                                          work.w.h * static_cast<int>(a.grid.shared.divisor) + walk.head);
       });
 }
 

@@ -170,7 +170,7 @@ def test_the_module_in_the_folder_comes_before_one_of_other_sources(
     own = write_module(source_folder, hash_of(source_folder) if of_own == "these" else of_own)
     write_module(site / "flash_ext", "1" * 16)
     assert loaded_in(source_folder) == str(own)
-    flash_ext._C.build_info = info.ops._C.build_info
+    flash_ext._C.build_info, flash_ext._C.plan = info.ops._C.build_info, info.ops._C.plan
     monkeypatch.setattr(info, "PACKAGE", source_folder)
     monkeypatch.setattr(info.ops, "_C", flash_ext._C)
     report = info.collect()

@@ -159,7 +159,7 @@ struct Launch {
   bool dynamic = false;  // tiles are fetched from a counter, else tile i goes to CTA i modulo their number
   bool pdl = false;  // programmatic launch: begins before the kernel in front of it has ended
   Grid grid;  // the order of work tiles; not of passes, short and split-KV kernels
-  int unit_heads = 1;  // Hopper forward of packed sequences: query heads of a tile that are given out together
+  int unit_heads = 1;  // Hopper, short packed sequences: heads of a tile that are given out together
   int rotate = 0;  // Hopper: tiles by which a block of keys starts its walk later than the block before
   int bias_rows = 0;  // Hopper, forwards: of a tile of bias that TMA brings; 0: there is none
   RowRange rows;  // of forwards over a cache: which sequences

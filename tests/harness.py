@@ -108,6 +108,7 @@ TARGETS = {
         Target("sm80", "cuda", "sm80"),
         Target("sm90", "cuda", "sm90"),
         Target("sm80-99k", "cuda", "sm80", (("smem_per_block", SMALL_SMEM_BYTES),)),
+        Target("sm90-few", "cuda", "sm90", (("num_sms", 3),)),
         Target("sm80-short", "cuda", "sm80", short=True),
         Target("sm90-short", "cuda", "sm90", short=True),
     )
@@ -126,6 +127,8 @@ def on_targets(*names: str):
 # Most tests: each path once. Those about tiles: also with the tiles of GPUs with little shared memory.
 on_paths = on_targets("cpu", "sm80", "sm90")
 on_all_tiles = on_targets("cpu", "sm80", "sm80-99k", "sm90")
+# Also with three multiprocessors, whose CTAs go on from one work tile to the next.
+on_all_schedules = on_targets("cpu", "sm80", "sm80-99k", "sm90", "sm90-few")
 on_gpu_paths = on_targets("sm80", "sm90")
 on_short_paths = on_targets("sm80-short", "sm90-short")
 # With modifiers the sm90 path has all forwards and most backwards; the rest runs in the sm80 kernels.

@@ -28,8 +28,8 @@ using namespace flash_ext;
 int part_of(const BwdTile& b) { return b.part_m < b.block_m ? b.part_m : b.block_m; }
 void put_fused(const char* scores, int d, int block_n, const sm90::BwdTile& t, int ds_stages, int bytes) {
   std::printf("bwd_fused|%s|%d|%d|%d|%s|%d|%d|%s|%d\n", scores, d, t.kBlockM, block_n,
-              t.independent ? "independent" : "cooperative", t.stages, ds_stages, t.staged ? "yes" : "no",
-              bytes);
+              t.groups == 1 ? "one" : t.independent ? "independent" : "cooperative", t.stages, ds_stages,
+              t.staged ? "yes" : "no", bytes);
 }
 void put_split(const char* scores, int d, int dv, const sm90::SplitBwdTile& t, int dkdv_bytes, int dq_bytes) {
   std::printf("bwd_split|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", scores, d, dv, t.block_m, t.kKeys,
@@ -95,6 +95,11 @@ int main() {
     const sm90::BwdTile t = sm90::bwd_tile(d);
     put_fused("plain", d, t.block_n(), t, t.ds_stages(), t.smem_bytes(d));
   }
+  const auto put_stored = [](int d, const sm90::BwdTile& t) {
+    put_fused("plain, dQ stored", d, t.block_n(), t, t.ds_stages(), t.smem_bytes(d));
+  };
+  put_stored(64, sm90::kStoredTile);
+  for (int d : {64, 96, 128}) put_stored(d, sm90::stored_short_tile(d));
   for (int d : {64, 128}) {
     for (bool float_bias : {false, true}) {
       const sm90::BwdModTile t = sm90::bwd_mod_tile(d, float_bias);

@@ -104,21 +104,14 @@ py::dict dict_of(const Plan& plan) {
   d["launches"] = launches;
   const Workspace& w = plan.workspace;
   py::dict parts;
-  const std::pair<const char*, Part> named[] = {{"tile_counters", w.tile_counters},
-                                                {"kv_partials", w.kv_partials},
-                                                {"kv_stretches", w.kv_stretches},
-                                                {"stats_portable", w.stats_portable},
-                                                {"row_stats", w.row_stats},
-                                                {"dq_semaphore", w.dq_semaphore},
-                                                {"pool_words", w.pool_words},
-                                                {"dq_accum", w.dq_accum},
-                                                {"dk_partials", w.dk_partials},
-                                                {"stream_k_sums", w.stream_k_sums},
-                                                {"stream_k_words", w.stream_k_words},
-                                                {"dv_partials", w.dv_partials},
-                                                {"dbias_partials", w.dbias_partials},
-                                                {"dslopes_partials", w.dslopes_partials},
-                                                {"bias_rows", w.bias_rows}};
+#define FLASH_EXT_PART(name) std::pair<const char*, Part>(#name, w.name)
+  const std::pair<const char*, Part> named[] = {
+      FLASH_EXT_PART(tile_counters),  FLASH_EXT_PART(kv_partials),      FLASH_EXT_PART(kv_stretches),
+      FLASH_EXT_PART(stats_portable), FLASH_EXT_PART(row_stats),        FLASH_EXT_PART(dq_semaphore),
+      FLASH_EXT_PART(pool_words),     FLASH_EXT_PART(dq_accum),         FLASH_EXT_PART(dk_partials),
+      FLASH_EXT_PART(stream_k_sums),  FLASH_EXT_PART(stream_k_words),   FLASH_EXT_PART(dv_partials),
+      FLASH_EXT_PART(dbias_partials), FLASH_EXT_PART(dslopes_partials), FLASH_EXT_PART(bias_rows)};
+#undef FLASH_EXT_PART
   for (const auto& [name, part] : named) {
     if (part) parts[name] = part.bytes;
   }

@@ -23,17 +23,16 @@ bool supports_short(Req r, Dev d) { return is_short_bwd(r.problem, d, r.constrai
 bool supports_split(Req r, Dev d) { return tma_bwd(r, d) && is_wide(r); }
 bool supports_fused(Req r, Dev d) { return tma_bwd(r, d) && !is_wide(r); }
 bool supports_whole_keys(Req r, Dev d) { return supports_fused(r, d) && r.problem.total_k > 0 && stores_dq(r, d); }
-// The queries of whole sequences of keys, two warpgroups with 128 keys each.
-bool supports_stored(Req r, Dev d) {
-  return supports_fused(r, d) && r.problem.total_k > 0 && sm90::has_stored_dq(r.problem, r.constraints);
-}
-bool supports_split_short(Req r, Dev d) { return supports_fused(r, d); }
+bool supports_stored(Req r, Dev d) { return supports_fused(r, d) && sm90::has_stored_dq(r.problem, r.constraints); }
 bool supports_atomic(Req r, Dev d) { return supports_fused(r, d) && !r.deterministic; }
 bool supports_pool(Req r, Dev d) {
   return supports_atomic(r, d) && !r.problem.is_varlen() && sm90::dq_pool_of(r.problem, d, r.constraints);
 }
 
 bool prefers_whole_keys(Req r, Dev d) { return sm90::prefers_whole_keys(r.problem, d, r.constraints); }
+bool supports_stored_short(Req r, Dev d) { return supports_whole_keys(r, d) && sm90::has_stored_short(r.problem); }
+bool prefers_short(Req r, Dev d) { return !supports_fused(r, d) || sm90::prefers_short_sm80(r.problem, d); }
+bool prefers_stored_short(Req r, Dev d) { return sm90::prefers_stored_short(r.problem, d, r.constraints); }
 bool prefers_stored(Req r, Dev d) { return sm90::prefers_stored_dq(r.problem, d, r.constraints); }
 bool prefers_split_short(Req r, Dev d) { return sm90::prefers_split_bwd(r.problem, d, r.constraints); }
 bool prefers_ordered(Req r, Dev d) { return r.deterministic || sm90::prefers_order(r.problem, d, r.constraints); }
@@ -46,15 +45,18 @@ void add_portable_stats(const Problem& p, Plan& plan) {
 }
 
 // The first pass of the Hopper backwards: statistics of rows, and what the kernel behind it adds to.
-void push_row_stats(Req r, Dev d, Plan& p, KernelId k, int head_dim, int head_dim_v, int block_m, DqMode dq) {
-  Launch& l = p.push(pass(k, head_dim, head_dim_v, 0, kPassThreads));
-  l.grid = make_grid(r.problem, d, true, block_m);
+void push_tile_pass(Req r, Dev d, Plan& p, Launch l, int block_m, DqMode dq) {
+  l.unit_heads = sm90::unit_heads_of(r.problem, r.problem.num_heads, int64_t{2} * d.num_sms);
+  l.grid = sm90::unit_grid(r.problem, d, true, block_m, l.unit_heads);
   l.ctas = l.tiles = l.grid.ctas, l.dq = dq;
+  p.push(l);
+}
+void push_row_stats(Req r, Dev d, Plan& p, KernelId k, int head_dim, int head_dim_v, int block_m, DqMode dq) {
+  push_tile_pass(r, d, p, pass(k, head_dim, head_dim_v, 0, kPassThreads), block_m, dq);
 }
 void push_dq_convert(Req r, Dev d, Plan& p, int head_dim, bool pdl, DqMode dq) {
-  Launch& l = p.push(pass(KernelId::kDqConvert90, head_dim, head_dim, 0, sm90::kDqConvertThreads, pdl));
-  l.grid = make_grid(r.problem, d, true, sm90::BwdTile::kBlockM);
-  l.ctas = l.tiles = l.grid.ctas, l.dq = dq;
+  push_tile_pass(r, d, p, pass(KernelId::kDqConvert90, head_dim, head_dim, 0, sm90::kDqConvertThreads, pdl),
+                 sm90::BwdTile::kBlockM, dq);
 }
 // The same of the portable ones, a row of a head for pass_lanes() lanes.
 void push_portable_pass(Req r, Dev d, Plan& p, KernelId k, DqMode dq, bool pdl) {
@@ -81,24 +83,17 @@ void build_short(Req r, Dev d, Plan& p) {
 // dK and dV, then dQ.
 template <bool kShort>
 void build_split(Req r, Dev d, Plan& p) {
-  struct Dims {
-    int d, dv;
-  };
   const Problem& x = r.problem;
   const bool dynamic = sm90::has_unequal_tiles(x);
-  const Dims f = kShort && padded(x) == 64                  ? Dims{64, 64}
-                 : kShort                                   ? Dims{128, 128}
-                 : x.head_dim <= 192 && x.head_dim_v <= 128 ? Dims{192, 128}
-                 : x.head_dim <= 192 && x.head_dim_v <= 192 ? Dims{192, 192}
-                                                            : Dims{256, 256};
+  const sm90::HeadDims f = kShort ? sm90::split_short_dims(x) : sm90::split_dims(x);
   const sm90::SplitBwdTile t = sm90::split_bwd_tile(f.d, f.dv);
   const int stat_rows = kShort ? sm90::BwdTile::kBlockM : t.block_m;
   push_row_stats(r, d, p, KernelId::kRowStats90, f.d, f.dv, stat_rows, DqMode::kElsewhere);
   p.main = 1;
   if (kShort) {
     const sm90::BwdTile k = sm90::kShortKeysTile;
-    p.push(main_of(KernelId::kBwdDkdvShort90, f.d, f.dv, sm90::BwdTile::kBlockM, k.block_n(), k.stages,
-                   sm90::BwdTile::kThreads, k.smem_bytes(f.d), sm90::bwd_grid(x, d, k.block_n(), false), d.num_sms));
+    p.push(main_of(KernelId::kBwdDkdvShort90, f.d, f.dv, sm90::BwdTile::kBlockM, k.block_n(), k.stages, k.threads(),
+                   k.smem_bytes(f.d), sm90::bwd_grid(x, d, k.block_n(), false), d.num_sms));
   } else {
     p.push(main_of(KernelId::kBwdDkdv90, f.d, f.dv, t.block_m, sm90::SplitBwdTile::kKeys, t.stages,
                    sm90::SplitBwdTile::kThreads, t.dkv_smem_bytes(f.d, f.dv), sm90::dkdv_grid(x, d, dynamic),
@@ -107,30 +102,36 @@ void build_split(Req r, Dev d, Plan& p) {
   p.launches[1].dq = DqMode::kElsewhere;
   p.push(main_of(KernelId::kBwdDq90, f.d, f.dv, sm90::SplitBwdTile::kQueries, t.block_n, t.k_stages,
                  sm90::SplitBwdTile::kThreads, t.dq_smem_bytes(f.d, f.dv), sm90::dq_grid(x, d, dynamic), d.num_sms));
-  for (const int j : {1, 2}) p.launches[j].dynamic = dynamic, p.launches[j].pdl = sm90::prefers_pdl(x);
+  for (const int j : {1, 2}) set_dynamic(p.launches[j], dynamic), p.launches[j].pdl = sm90::prefers_pdl(x);
   add_row_stats(x, p, stat_rows);
   p.workspace.tile_counters = p.workspace.add(dynamic ? 2 * kCounterBytes : 0);
 }
 
-template <DqMode kDq>
+template <DqMode kDq, bool kShort = false>
 void build_fused(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;
   const int size = padded(x);
   constexpr bool kOrdered = kDq == DqMode::kOrdered, kStored = kDq == DqMode::kStored;
-  const sm90::BwdTile t = kStored ? sm90::kStoredTile : sm90::bwd_tile(size);
+  const sm90::BwdTile t = kShort ? sm90::stored_short_tile(size) : kStored ? sm90::kStoredTile : sm90::bwd_tile(size);
   const sm90::DqPool pool = kDq == DqMode::kPool ? sm90::dq_pool_of(x, d, r.constraints) : sm90::DqPool{};
-  const Grid g = pool ? sm90::pool_grid(x, d, t.block_n(), pool) : sm90::bwd_grid(x, d, t.block_n(), kOrdered);
+  const int ctas = d.num_sms * t.ctas(), unit_heads = kShort ? sm90::unit_heads_of(x, x.num_heads_k, ctas) : 1;
+  const Grid g = pool             ? sm90::pool_grid(x, d, t.block_n(), pool)
+                 : unit_heads > 1 ? sm90::unit_grid(x, d, false, t.block_n(), unit_heads)
+                                  : sm90::bwd_grid(x, d, t.block_n(), kOrdered);
   p.dq_pool = pool;
   push_row_stats(r, d, p, KernelId::kRowStatsAndZero90, size, size, sm90::BwdTile::kBlockM, kDq);
   p.main = 1;
   Launch& l = p.push(main_of(KernelId::kBwdFused90, size, size, sm90::BwdTile::kBlockM, t.block_n(), t.stages,
-                             sm90::BwdTile::kThreads, t.smem_bytes(size), g, d.num_sms));
-  l.dq = kDq;
-  l.dynamic = (kDq != DqMode::kAtomic && !kStored) || sm90::has_unequal_tiles(x);
-  if (pool ? !sm90::has_unequal_tiles(x) : !l.dynamic) l.rotate = t.rotation();
+                             t.threads(), t.smem_bytes(size), g, ctas));
+  l.dq = kDq, l.unit_heads = unit_heads;
+  const bool unequal = sm90::has_unequal_tiles(x);
+  set_dynamic(l, unequal);
+  if (kOrdered || pool) l.dynamic = true;
+  if (!unequal && !kOrdered) l.rotate = t.rotation();
   p.zeroes_dq = kStored && !sm90::visits_all_queries(x, {});
   l.pdl = sm90::prefers_pdl(x);
-  if (!pool && !kStored) push_dq_convert(r, d, p, size, l.pdl, kDq);
+  const bool adds = !kStored || x.is_varlen();
+  if (!pool && adds) push_dq_convert(r, d, p, size, l.pdl, kDq);
   Workspace& w = p.workspace;
   add_row_stats(x, p, sm90::BwdTile::kBlockM);
   if (kOrdered) w.dq_semaphore = w.add(4 * ((sm90::query_tiles(x) + 3) / 4 * 4));
@@ -141,7 +142,7 @@ void build_fused(Req r, Dev d, Plan& p) {
     w.stream_k_words = w.add(4 * sm90::divided_tiles(x, l.tiles, l.ctas).tiles);
     w.stream_k_sums = w.add(4 * 2 * l.ctas * t.block_n() * size);
   }
-  const int64_t dq_tiles = kStored ? 0 : pool ? pool.tiles(x) : sm90::query_tiles(x);
+  const int64_t dq_tiles = !adds ? 0 : pool ? pool.tiles(x) : sm90::query_tiles(x);
   w.dq_accum = w.add(4 * dq_tiles * sm90::BwdTile::kBlockM * size);
 }
 
@@ -313,31 +314,28 @@ void begin_hopper(Req r, Dev d, Plan& p) {
   if (dbias90) push_hopper_dbias(r, d, p);
 }
 
-Launch fused_mod_launch(Req r, Dev d, const Modifiers& m, ScoreVariant v) {
+void push_fused_mod(Req r, Dev d, Plan& p, const Modifiers& m, ScoreVariant v) {
   const Problem& x = r.problem;
   const int size = sm90::bwd_mod_size(x);
   const sm90::BwdModTile t = sm90::bwd_mod_tile(size, v == kAddFloat || v == kAddDrop);
-  const bool dynamic = sm90::has_unequal_tiles(x, m);
+  const bool unequal = sm90::has_unequal_tiles(x, m);
   constexpr int kBlockN = sm90::BwdModTile::kBlockN;
   Launch l =
       main_of(KernelId::kBwdFusedMod90, size, size, sm90::BwdModTile::kBlockM, kBlockN, t.stages,
-              sm90::BwdModTile::kThreads, t.smem_bytes(size), sm90::bwd_grid(x, d, kBlockN, false, dynamic), d.num_sms);
-  l.dynamic = dynamic, l.variant = v, l.pdl = sm90::prefers_pdl(x);
-  l.rotate = dynamic ? 0 : kBlockN / sm90::BwdModTile::kBlockM;
+              sm90::BwdModTile::kThreads, t.smem_bytes(size), sm90::bwd_grid(x, d, kBlockN, false, unequal), d.num_sms);
+  l.variant = v, l.pdl = sm90::prefers_pdl(x);
+  l.rotate = unequal ? 0 : kBlockN / sm90::BwdModTile::kBlockM;
   l.dq = stores_dq(r, d) ? DqMode::kStored : DqMode::kAtomic;
-  return l;
-}
-void push_fused_mod(Req r, Dev d, Plan& p, const Modifiers& m, ScoreVariant v) {
-  Launch l = fused_mod_launch(r, d, m, v);
-  p.zeroes_dq = l.dq == DqMode::kStored && !sm90::visits_all_queries(r.problem, m);
-  p.q_splits = sm90::q_splits_of(r.problem, d, r.constraints, l.tiles, l.dynamic);
+  p.zeroes_dq = l.dq == DqMode::kStored && !sm90::visits_all_queries(x, m);
+  p.q_splits = sm90::q_splits_of(x, d, r.constraints, l.tiles, unequal);
   l.tiles *= p.q_splits;
   l.ctas = std::min<int64_t>(l.tiles, d.num_sms);
+  set_dynamic(l, unequal);
   push_row_stats(r, d, p, KernelId::kRowStatsAndZero90, l.head_dim, l.head_dim, sm90::BwdTile::kBlockM, l.dq);
   p.main = p.num_launches;
   p.push(l);
   Workspace& w = p.workspace;
-  add_row_stats(r.problem, p, sm90::BwdTile::kBlockM);
+  add_row_stats(x, p, sm90::BwdTile::kBlockM);
   w.tile_counters = w.add(l.dynamic ? kCounterBytes : 0);
   if (!has_whole_keys(r)) {
     push_dq_convert(r, d, p, l.head_dim, l.pdl, l.dq);
@@ -375,7 +373,7 @@ void build_split_mod(Req r, Dev d, Plan& p) {
                  sm90::SplitBwdTile::kThreads, sm90::dq_mod_bytes(size), sm90::dq_grid(x, d, dynamic), d.num_sms));
   for (const int j : {0, 1}) {
     Launch& l = p.launches[p.main + j];
-    l.dynamic = dynamic, l.variant = split_variant(r), l.pdl = sm90::prefers_pdl(x);
+    set_dynamic(l, dynamic), l.variant = split_variant(r), l.pdl = sm90::prefers_pdl(x);
   }
   add_row_stats(x, p, t.block_m);
   p.workspace.tile_counters = p.workspace.add(dynamic ? 2 * kCounterBytes : 0);
@@ -414,11 +412,13 @@ using F = Family;
 using E = Evidence;
 
 constexpr Row kHopper[] = {
-    {F::kBwd, "sm80.bwd.short", supports_short, nullptr, build_short, E::kShort},
+    {F::kBwd, "sm80.bwd.short", supports_short, prefers_short, build_short, E::kShort},
+    {F::kBwd, "sm90.bwd.dq_stored_short", supports_stored_short, prefers_stored_short,
+     build_fused<DqMode::kStored, true>, E::kWholeKeys},
     {F::kBwd, "sm90.bwd.split", supports_split, nullptr, build_split<false>, E::kSplitBwdWide},
     {F::kBwd, "sm90.bwd.whole_keys", supports_whole_keys, prefers_whole_keys, build_whole_keys, E::kWholeKeys},
     {F::kBwd, "sm90.bwd.dq_stored", supports_stored, prefers_stored, build_fused<DqMode::kStored>, E::kWholeKeys},
-    {F::kBwd, "sm90.bwd.split_short", supports_split_short, prefers_split_short, build_split<true>, E::kSplitBwdShort},
+    {F::kBwd, "sm90.bwd.split_short", supports_fused, prefers_split_short, build_split<true>, E::kSplitBwdShort},
     {F::kBwd, "sm90.bwd.dq_ordered", supports_fused, prefers_ordered, build_fused<DqMode::kOrdered>, E::kOrderedShort},
     {F::kBwd, "sm90.bwd.dq_pool", supports_pool, nullptr, build_fused<DqMode::kPool>, E::kDqPool},
     {F::kBwd, "sm90.bwd.dq_atomic", supports_atomic, nullptr, build_fused<DqMode::kAtomic>, E::kGrid},

@@ -87,13 +87,14 @@ template <int kMostRows>
 void build_hopper(Req r, Dev d, Plan& p) {
   const HeadDims x = hopper_dims(r.problem);
   const sm90::FwdTile t = sm90::fwd_tile(x.d, x.dv, kMostRows);
-  const int ctas = d.num_sms * t.ctas, unit_heads = x.d <= 128 ? sm90::unit_heads_of(r.problem, ctas) : 1;
-  const Grid grid = unit_heads > 1 ? sm90::unit_grid(r.problem, d, t.block_m(), unit_heads)
+  const int ctas = d.num_sms * t.ctas, heads = r.problem.num_heads;
+  const int unit_heads = x.d <= 128 ? sm90::unit_heads_of(r.problem, heads, ctas) : 1;
+  const Grid grid = unit_heads > 1 ? sm90::unit_grid(r.problem, d, true, t.block_m(), unit_heads)
                                    : sm90::fwd_grid(r.problem, d, t.block_m());
   Launch& l = p.push(main_of(KernelId::kFwd90, x.d, x.dv, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
                              t.smem_bytes(x.d, x.dv), grid, ctas));
   l.unit_heads = unit_heads;
-  l.dynamic = sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, t.block_m());
+  set_dynamic(l, sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, t.block_m()));
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
   const bool in_stretches = sm90::has_long_keys(r.problem);
   p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * l.ctas * sm90::kept_floats(t, x.dv) : 0);
@@ -120,7 +121,7 @@ void build_parts(Req r, Dev d, Plan& p) {
   g.queries = Divisor(static_cast<uint32_t>(x.seqlen_q));
   l.tiles = l.grid.ctas * g.splits;
   l.ctas = std::min<int64_t>(l.tiles, d.num_sms);
-  l.dynamic = sm90::has_unequal_tiles(x) || sm90::prefers_dynamic(x, d, t.block_m());
+  set_dynamic(l, sm90::has_unequal_tiles(x) || sm90::prefers_dynamic(x, d, t.block_m()));
   p.push(pass(KernelId::kFwdCombine80, merge_size, merge_size, merge_ctas(g.total_rows, g.splits), SplitTile::kThreads,
               true));
   p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
@@ -148,8 +149,8 @@ void build_fp8(Req r, Dev d, Plan& p) {
       p.push(main_of(KernelId::kFwdFp890, x.d, x.dv, f.block_m(), f.block_n, t.kv_stages / 2, f.threads(),
                      t.smem_bytes(x.d, x.dv, is_mixed(r)), sm90::fwd_grid(r.problem, d, f.block_m()), d.num_sms));
   l.variant = is_mixed(r) ? kMixed : kPlain;
-  l.dynamic =
-      r.has_own_lengths || sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, f.block_m());
+  set_dynamic(
+      l, r.has_own_lengths || sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, f.block_m()));
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
   const bool in_stretches = sm90::has_long_keys(r.problem);
   p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(f, x.dv) : 0);
@@ -233,7 +234,7 @@ void build_hopper_mod(Req r, Dev d, Plan& p) {
   l.variant = kVariant;
   l.bias_rows =
       kVariant == kFloatBias ? f.block_m() : sm90::staged_bias_rows(r.modifiers->bias, r.problem, f.block_m());
-  l.dynamic = unequal || sm90::prefers_dynamic(r.problem, d, f.block_m());
+  set_dynamic(l, unequal || sm90::prefers_dynamic(r.problem, d, f.block_m()));
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
 }
 

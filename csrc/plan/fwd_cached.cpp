@@ -153,9 +153,9 @@ void push_tall_hopper(Req r, Dev d, RowRange served, Plan& p) {
   const sm90::FwdTile t = sm90::fwd_tile(x.d, x.dv);
   Launch& l = p.push(main_of(KernelId::kFwdCached90, x.d, x.dv, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
                              t.smem_bytes(x.d, x.dv), sm90::fwd_grid(r.problem, d, t.block_m(), true), d.num_sms));
-  l.dynamic = true;  // lengths differ, and nobody knows them here
+  set_dynamic(l, true);  // lengths differ, and nobody knows them here
   l.rows = served;
-  p.workspace.tile_counters = p.workspace.add(kCounterBytes);
+  p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
   const bool in_stretches = r.cache->max_keys > sm90::kStretches.above;
   p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(t, x.dv) : 0);
 }
@@ -242,10 +242,10 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
     }
     l.grid.shared = p.split_kv.group;
     l.grid.blocks = static_cast<uint32_t>(row_tiles);
-    l.dynamic = true;  // lengths differ, and nobody knows them here
+    set_dynamic(l, true);  // lengths differ, and nobody knows them here
     l.rows = many;
     l.cache_type = r.cache_type;
-    p.workspace.tile_counters = p.workspace.add(kCounterBytes);
+    p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
   } else if (wide) {
     push_tile(64, many);
   }
@@ -344,8 +344,8 @@ void build_latents(Req r, Dev d, Plan& p) {
                      Tile::kThreads, Tile::kSmemBytes, slots * c.splits * row_tiles, d.num_sms));
   l.grid.shared = p.split_kv.group;
   l.grid.blocks = static_cast<uint32_t>(row_tiles);
-  l.dynamic = true;
-  p.workspace.tile_counters = p.workspace.add(kCounterBytes);
+  set_dynamic(l, true);
+  p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
   push_merge(x, 256, 0, p);
 }
 

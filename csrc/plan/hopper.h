@@ -83,20 +83,20 @@ inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m) {
   return fwd_grid(p, d, block_m, has_unequal_tiles(p));
 }
 
-// Packed sequences of one tile on average: how many query heads of a tile are given out together. Whoever fetches a work tile
+// Packed sequences of one tile on average: how many of `heads` of a tile are given out together. Whoever fetches a work tile
 // asks memory and searches cu_seqlens for it, 1.2 us, which is as long as such a tile takes. Evidence: unit-heads.
 // None where CTAs would then have fewer than two units.
-inline int unit_heads_of(const Problem& p, int64_t ctas) {
+inline int unit_heads_of(const Problem& p, int heads, int64_t ctas) {
   if (!p.is_varlen() || p.total_q > int64_t{128} * p.batch || has_long_keys(p)) return 1;
   for (const int unit : {4, 2}) {
-    if (p.num_heads % unit == 0 && int64_t{p.batch} * p.num_heads >= 2 * unit * ctas) return unit;
+    if (heads % unit == 0 && int64_t{p.batch} * heads >= 2 * unit * ctas) return unit;
   }
   return 1;
 }
 // All heads side by side: keys are shared inside of a sequence alone.
-inline Grid unit_grid(const Problem& p, const DeviceInfo& d, int block_m, int unit_heads) {
-  Grid g = make_grid(p, d, true, block_m);
-  if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
+inline Grid unit_grid(const Problem& p, const DeviceInfo& d, bool by_queries, int block, int unit_heads) {
+  Grid g = make_grid(p, d, by_queries, block);
+  if (unit_heads == 1 || g.ctas <= 0 || g.ctas > INT32_MAX) return g;
   g.head_slots /= static_cast<uint32_t>(unit_heads);
   g.ctas /= unit_heads;
   set_heads_in_group(g, static_cast<int>(g.head_slots));

@@ -35,11 +35,34 @@ inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Cons
 
 // The same with two warpgroups that have 128 keys each.
 inline bool has_stored_dq(const Problem& p, const Constraints& c) {
-  return c.short_kernels && !p.is_varlen() && p.seqlen_k <= kStoredTile.block_n() &&
+  return c.short_kernels && !p.is_varlen() && p.total_k > 0 && p.seqlen_k <= kStoredTile.block_n() &&
          std::max(p.head_dim, p.head_dim_v) <= kStoredHeadDim;
 }
 inline bool prefers_stored_dq(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   return has_stored_dq(p, c) && !c.dq_pool && !has_few_tiles(p, d);
+}
+
+// The same with one warpgroup that has all keys of a sequence, or of packed ones on average.
+inline bool has_stored_short(const Problem& p) {
+  const int64_t keys = stored_short_tile(padded_head_dim(p.head_dim, p.head_dim_v)).block_n();
+  return p.is_varlen() ? p.total_k <= keys * p.batch : p.seqlen_k <= keys;
+}
+// Many queries of few blocks of keys are better shared out (q_splits_of()). Evidence: whole-keys.
+inline bool prefers_stored_short(const Problem& p, const DeviceInfo& d, const Constraints& c) {
+  if (d.batch_invariant || c.dq_pool || c.q_splits.value_or(1) > 1) return false;
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  const int64_t blocks = make_grid(p, d, false, stored_short_tile(size).block_n()).ctas;
+  const bool has_few_queries = p.total_q <= int64_t{128} * p.batch;
+  return (p.seqlen_k <= 64 || !has_few_tiles(p, d)) && (has_few_queries || blocks >= d.num_sms);
+}
+
+// Whether the portable kernel for short sequences is faster, which does nothing for rows that are not there, but takes 10 to
+// 25 us for one head. Evidence: short.
+inline bool prefers_short_sm80(const Problem& p, const DeviceInfo& d) {
+  if (d.batch_invariant) return true;
+  const int size = std::max(p.head_dim, p.head_dim_v), rows = std::max(p.seqlen_q, p.seqlen_k);
+  const bool many = int64_t{p.batch} * p.num_heads >= 1024;
+  return rows <= (size <= 32 ? (many ? 80 : 32) : size <= 64 ? (many ? 32 : 16) : many ? 16 : 0);
 }
 
 // Among how many CTAs the queries of a block of keys are divided, where there are few blocks: each makes dK and dV of its
@@ -95,6 +118,15 @@ inline bool prefers_split_bwd(const Problem& p, const DeviceInfo& d, const Const
 // microseconds: that counts up to 1k rows. Where tiles are long they take multiprocessors from the kernel before them.
 // Evidence: pdl-short.
 inline bool prefers_pdl(const Problem& p) { return p.total_q <= 1024 * static_cast<int64_t>(p.batch); }
+
+// The compiled head dims that a problem runs in where dQ has a kernel of its own; of few rows up to 128.
+inline HeadDims split_short_dims(const Problem& p) {
+  return padded_head_dim(p.head_dim, p.head_dim_v) == 64 ? HeadDims{64, 64} : HeadDims{128, 128};
+}
+inline HeadDims split_dims(const Problem& p) {
+  if (p.head_dim > 192 || p.head_dim_v > 192) return {256, 256};
+  return p.head_dim_v > 128 ? HeadDims{192, 192} : HeadDims{192, 128};
+}
 
 // Where a pool pays: not where short tiles leave no time to convert. Evidence: dq-pool, grid.
 inline bool prefers_dq_pool(const Problem& p, int size) {

@@ -63,6 +63,8 @@ inline Launch pass(KernelId k, int d, int dv, int64_t ctas, int threads, bool pd
 inline int64_t merge_ctas(int64_t rows, int splits) {
   return splits <= SplitTile::kWarps ? (rows + SplitTile::kWarps - 1) / SplitTile::kWarps : rows;
 }
+// Work tiles are fetched where that is wanted and CTAs have more than one.
+inline void set_dynamic(Launch& l, bool wanted) { l.dynamic = wanted && l.tiles > l.ctas; }
 // at_most: CTAs of a persistent kernel, 0 where each has one tile.
 inline Launch main_of(KernelId k, int d, int dv, int m, int n, int stages, int threads, int smem, int64_t tiles,
                       int at_most) {

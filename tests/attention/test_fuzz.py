@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 from tests.cases import Case, random_cases
-from tests.harness import TARGETS, CaseFailure, DeviceLost, Target, on_all_tiles
+from tests.harness import TARGETS, CaseFailure, DeviceLost, Target, on_all_schedules
 from tests.silence import lose_context
 from tests.tools import fuzz
 
 CPU = TARGETS["cpu"]
 
 
-@on_all_tiles
+@on_all_schedules
 def test_short_run(target: Target, seed: int, tmp_path: Path) -> None:
     """Another seed than the other lists of cases use, so that the two do not repeat each other."""
     # Small tiles are compiled from PTX where the GPU has large ones, file by file; first cases wait for it,

@@ -12,10 +12,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import compare
 from tests.cases import big_cases, covering_cases, dense, edge_cases, random_cases, small_cases
-from tests.harness import Target, on_all_tiles, on_gpu_paths, on_paths, run_case, run_cases, run_probes
+from tests.harness import (
+    Target,
+    on_all_schedules,
+    on_all_tiles,
+    on_gpu_paths,
+    on_paths,
+    run_case,
+    run_cases,
+    run_probes,
+)
 
 
-@on_all_tiles
+@on_all_schedules
 def test_every_kernel(target: Target) -> None:
     run_cases(target.pick(small_cases(), cpu=8), target)
 
@@ -37,7 +46,7 @@ def test_covering_array(target: Target) -> None:
     run_cases(target.pick(cases, cpu=13), target)
 
 
-@on_all_tiles
+@on_all_schedules
 def test_random_cases_of_the_day(target: Target, seed: int) -> None:
     """A few hundred; `python -m tests.tools.fuzz` runs them by the ten thousand."""
     cases = random_cases(seed, 400) if target.device == "cuda" else random_cases(seed, 15, limit=100)

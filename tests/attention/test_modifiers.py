@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.cases import dense, packed
-from tests.harness import Target, on_modifier_tiles
+from tests.harness import Target, on_all_schedules, on_modifier_tiles
 from tests.modifier_cases import (
     ALL_MODIFIERS,
     FEW_TILES,
@@ -22,7 +22,7 @@ from tests.modifier_harness import for_each
 from tests.modifier_probes import count_probe, mask_probe, needle_probe, sparse_dout_probe
 
 
-@on_modifier_tiles
+@on_all_schedules
 def test_every_modifier_alone(target: Target) -> None:
     """With every head size, type, packing, group, window and mode somewhere; gradients of all inputs."""
     mcases = single_cases(LENGTHS if target.device == "cuda" else FEW_TILES)

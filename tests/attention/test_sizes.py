@@ -355,22 +355,22 @@ class Numbers:
             return 4 * kept * (self.padded_head_dim() + 8) if in_stretches else 0
         return 4 * rows * (2 + (0 if self.deterministic else self.padded_head_dim()))
 
-    def workspace_sm90(self, direction: str, block: int, kind: str, ctas: int) -> int:
-        """``block``: rows of a tile of queries. A counter where work is drawn, turns where it is ordered
-        (``kind`` det)."""
+    def workspace_sm90(self, direction: str, block: int, kind: str, ctas: int, several: bool) -> int:
+        """``block``: rows of a tile of queries. A counter where work is drawn, by CTAs that have ``several``
+        work tiles, turns where it is ordered (``kind`` det)."""
         ordered = kind == "det"
         draws = self.packed or (self.causal and self.rows_q > 1)  # one row of a dense call sees all keys
         if direction == "fwd":
             in_stretches = self.rows_k > 1 << 16
             kept = ctas * block * (self.head_dim_v_sm90() + 8) if in_stretches else 0  # a place of each CTA
-            return 4 * kept + (16 if draws or self.saves_rounds(block) else 0)
+            return 4 * kept + (16 if several and (draws or self.saves_rounds(block)) else 0)
         per_head = self.rows_q // block + self.batch + 1 if self.packed else -(-self.rows_q // block)
         tiles = per_head * self.heads * (1 if self.packed else self.batch)
         if self.padded_head_dim() > 128 or kind == "dkdv":
             return 8 * tiles * block + (32 if draws else 0)
         assert ordered or not self.deterministic
         turns = -(-tiles // 4) * 16 if ordered else 0
-        counter = 16 if draws or ordered else 0
+        counter = 16 if (draws and several) or ordered else 0
         return 4 * tiles * block * (2 + self.padded_head_dim()) + turns + counter
 
     def bytes_of_stream_k(self, direction: str, plan: dict) -> int:
@@ -439,8 +439,10 @@ def test_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: 
             shared += 1
             continue
         if plan["row"] == "sm90.fwd.packed":
-            assert sum(plan["workspace"].values()) == call.split_bytes(plan["splits"]) + 16, call
-            assert plan["grid"] == min(call.packed_tiles() * plan["splits"], 132), call
+            tiles = call.packed_tiles() * plan["splits"]
+            counter = 16 * (tiles > 132)
+            assert sum(plan["workspace"].values()) == call.split_bytes(plan["splits"]) + counter, call
+            assert plan["grid"] == min(tiles, 132), call
             packed += 1
             continue
         parts = plan.get("gqa_splits", 1)
@@ -452,16 +454,17 @@ def test_plans_agree_with_python_integers(pretended_gpu: None, seed: int, path: 
             assert plan["grid"] == ctas, call
         else:
             kind = plan["kernel"].rsplit("_", 1)[1]
-            wanted = run.workspace_sm90(direction, plan["block_m"], kind, plan["grid"])
+            main = next(one for one in plan["launches"] if one["kernel"] == plan["kernel"])
+            places = 132 * {"m64": 3, "stored1": 2}.get(kind, 1)
+            tiles = ctas // main.get("unit_heads", 1)
+            wanted = run.workspace_sm90(direction, plan["block_m"], kind, plan["grid"], tiles > places)
             twos += kind == "dkdv"
             if "stream_k_sums" in plan["workspace"]:
                 wanted, shares = wanted + run.bytes_of_stream_k(direction, plan), shares + 1
             if kind == "pool":
                 wanted, rings = run.workspace_of_pool(plan["block_m"], plan["block_n"]), rings + 1
             assert workspace == wanted, call
-            main = next(one for one in plan["launches"] if one["kernel"] == plan["kernel"])
-            per_sm = 3 if kind == "m64" else 1
-            assert plan["grid"] == min(ctas // main.get("unit_heads", 1), 132 * per_sm), call
+            assert plan["grid"] == min(tiles, places), call
     assert 100 < refused < 9_000 and divided > 20 and split > 20
     assert all((n > 4) == (path == "sm90") for n in (rings, twos, shared, packed, shares))
 

@@ -12,6 +12,7 @@ from tests.attention.calls import assert_same, differentiate
 from tests.cases import dense, packed
 from tests.harness import (
     Target,
+    on_all_schedules,
     on_all_tiles,
     on_gpu_paths,
     on_paths,
@@ -56,7 +57,7 @@ def test_empty_sequences_at_both_ends(target: Target) -> None:
     run_cases(target.pick(cases, cpu=1), target)
 
 
-@on_all_tiles
+@on_all_schedules
 def test_empty_sequences_anywhere(target: Target) -> None:
     patterns = ([0, 9, 70], [70, 0, 9], [70, 9, 0], [0, 0, 0, 70, 0, 0, 0], [0, 0, 0], [1, 0, 1, 0, 129])
     cases = [

@@ -71,14 +71,15 @@ def test_the_tables_follow_the_stored_grid() -> None:
     times = defaultdict(dict)
     for line in grid.with_present_choices([x for x in grid.read(path) if x.shape.path == "sm90"]):
         times[line.shape][line.is_chosen, line.row] = line.us
-    # These kernels came to head_dim 64 after the grid, which has not timed them there.
-    later = ("sm90.fwd_mod.m128.bias", "sm90.fwd.m64")
-    for shape in [x for x in times if x.head_dim == 64]:
-        if grid.present_choice(shape, grid.GPU) in later:
+    # These kernels came after the grid, which has not timed them; the first two to head_dim 64.
+    later = ("sm90.fwd_mod.m128.bias", "sm90.fwd.m64", "sm90.bwd.dq_stored_short")
+    for shape in list(times):
+        choice = grid.present_choice(shape, grid.GPU)
+        if choice in later[2:] or (choice in later and shape.head_dim == 64):
             del times[shape]
     losses = [us / min(found.values()) for found in times.values()
               for (is_chosen, _), us in found.items() if is_chosen]  # fmt: skip
-    assert len(losses) > 0.99 * len(times) > 1780
+    assert len(losses) > 0.99 * len(times) > 1740
     assert grid.mean(losses) < 1.005
     assert sum(loss < grid.TOLERANCE for loss in losses) > 0.95 * len(losses)
 

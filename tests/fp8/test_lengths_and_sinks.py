@@ -367,7 +367,7 @@ def test_compiled() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_one_kernel_serves_all_of_it(packed: bool) -> None:
-    """And fetches its tiles one by one where lengths are on the device."""
+    """And fetches its tiles one by one where lengths are on the device and a CTA has several."""
     places = bounds_of([0, 50, 100], [0, 50, 100]) if packed else {}
     tensors = make(100, 100, packed=packed)
     used, sinks = int32(20, 33), torch.tensor(SINKS)
@@ -376,7 +376,10 @@ def test_one_kernel_serves_all_of_it(packed: bool) -> None:
     with null_kernels():
         for x, options in ((plain, {}), (plain, {"sinks": sinks, "return_aux": BOTH}), (lengths, {})):
             _C.set_switch("record_launches", 1)
+            num_sms = _C.get_switch("num_sms")
+            _C.set_switch("num_sms", 1)
             attention_fp8(x, **options)
+            _C.set_switch("num_sms", num_sms)
             launch = _C.last_launch()
             _C.set_switch("record_launches", None)
             names.add(launch["kernel"])

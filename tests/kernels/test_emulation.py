@@ -83,8 +83,8 @@ FAULTS = {
         "__syncthreads();  // the rings are left by all",
         "if (emu::fault != 5) __syncthreads();  // the rings are left by all"),
     6: ("parts weighted alike", "sm80/split_kv/merge.cuh",
-        "const float factor = state_of(part).factor(all.largest, scale);",
-        "const float factor = emu::fault == 6 ? 1.f : state_of(part).factor(all.largest, scale);"),
+        "const float factor = s.factor(all.largest, scale);",
+        "const float factor = emu::fault == 6 ? 1.f : s.factor(all.largest, scale);"),
     7: ("no barrier before a table's sums", "sm80/bwd_bias/kernel.cuh", """\
   __syncthreads();
   debug_delay();

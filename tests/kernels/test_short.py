@@ -34,23 +34,26 @@ def plan(direction: str, seqlen_q: int, seqlen_k: int, **more) -> dict:
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_they_serve_up_to_80_queries_and_keys(pretended_gpu, direction: str) -> None:
-    """Above head_dim 64 up to 64. Large Hopper forwards have tiles of 64 queries instead, from 33 rows on."""
+    """Above head_dim 64 up to 64. Large Hopper forwards have tiles of 64 queries instead from 33 rows on, and
+    backwards one warpgroup, from where that is faster."""
+    backwards = {(32, 16): 32, (64, 16): 16, (64, 4096): 32, (128, 16): 0, (128, 4096): 16}
     for head_dim, most in ((32, 80), (64, 80), (65, 64), (128, 64)):
-        for rows, keys in itertools.product((1, 32, 49, 64, 65, 80, 81, 128), repeat=2):
+        for rows, keys in itertools.product((1, 16, 17, 32, 49, 64, 65, 80, 81, 128), repeat=2):
             for batch in (16, 4096):
+                limit = backwards.get((head_dim, batch), most) if direction == "bwd" else most
                 sizes = dict(head_dim=head_dim, head_dim_v=head_dim, batch=batch)
                 kernel = plan(direction, rows, keys, **sizes)["kernel"]
                 is_large = direction == "fwd" and batch == 4096 and head_dim <= 64
                 is_m64 = is_large and min(rows, keys) > 32
                 assert kernel.endswith("_m64") == is_m64, (head_dim, rows, keys, kernel)
-                wanted = max(rows, keys) <= most and not is_m64
+                wanted = max(rows, keys) <= limit and not is_m64
                 assert ("short" in kernel) == wanted, (head_dim, rows, keys, kernel)
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_tiles_hold_the_longer_of_queries_and_keys(pretended_gpu, direction: str) -> None:
     for rows, keys in itertools.product(EDGES, repeat=2):
-        chosen = plan(direction, rows, keys, batch=16)
+        chosen = plan(direction, rows, keys, batch=16, backend=f"sm90 row=sm80.{direction}.short")
         longer = max(rows, keys)
         tile = next(size for size in (16, 32, 64, 80) if longer <= size)
         assert (chosen["block_m"], chosen["block_n"], chosen["threads"]) == (tile, tile, 2 * tile)
@@ -68,10 +71,10 @@ def test_the_batch_does_not_choose(pretended_gpu, direction: str) -> None:
 
 
 def test_up_to_128_keys_need_no_dq_in_fp32(pretended_gpu) -> None:
-    """Up to head_dim 64 calls without modifiers take the kernel that stores dq at once."""
+    """Up to head_dim 64 calls without modifiers take a kernel that stores dq at once."""
     for keys, head_dim in itertools.product((77, 128, 257), (32, 64, 128)):
         chosen = plan("bwd", 256, keys, head_dim=head_dim, head_dim_v=head_dim)
-        assert (chosen["kernel"] == "bwd_mod_sm90_hd64") == (keys <= 128 and head_dim <= 64), chosen
+        assert (chosen["kernel"] == "bwd_sm90_hd64_stored1") == (keys <= 128 and head_dim <= 64), chosen
     rows = 64 * 4 * 256
     assert plan("bwd", 256, 128, head_dim=64, head_dim_v=64)["workspace_bytes"] < 20 * rows
     assert plan("bwd", 256, 257, head_dim=64, head_dim_v=64)["workspace_bytes"] > 256 * rows
@@ -152,7 +155,7 @@ def test_dq_is_stored_with_up_to_256_keys(pretended_gpu) -> None:
 
     stored = "sm90.bwd.dq_stored"
     assert row(129) == row(256) == row(200, 8) == row(200, deterministic=True) == stored
-    assert row(128) == "sm90.bwd.whole_keys"
+    assert row(128) == row(64, 128) == "sm90.bwd.dq_stored_short" and row(128, 128) == "sm90.bwd.whole_keys"
     assert stored not in (row(257), row(200, 65), row(200, packed=True), row(200, backend="sm90 dq_pool=1"))
     assert row(200, window_size_right=0) == row(200, num_heads=8) == row(200, window_size_left=5) == stored
     assert plan("bwd", 197, 197, head_dim=64, head_dim_v=64)["workspace"].keys() == {"row_stats"}
@@ -173,6 +176,25 @@ def test_stored_dq(target: Target) -> None:
         dense(40, 65, 130, 8, 8, 64, layout="bhsd"),
     ]
     run_cases(cases, target.asking(row="sm90.bwd.dq_stored"))
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128])
+@on_targets("sm90-short")
+def test_stored_dq_of_one_warpgroup(target: Target, head_dim: int) -> None:
+    """Up to 128 keys, above head_dim 64 up to 64; two CTAs a multiprocessor."""
+    most = 128 if head_dim <= 64 else 64
+    cases = [
+        dense(3, most, most, 4, 4, head_dim),
+        dense(2, 64, most - 1, 3, 3, head_dim, dtype="fp16", dlse=True),
+        dense(2, 300, most // 2 + 1, 6, 2, head_dim, deterministic=True),
+        dense(1, 1000, 33, 4, 1, head_dim, 24),
+        dense(2, 256, most, 3, 3, head_dim, causal=True),
+        dense(2, 33, most, 4, 2, head_dim, causal=True, deterministic=True),
+        dense(2, 100, most, 2, 2, head_dim, window=(40, 3)),
+        dense(5, 1, most, 2, 2, head_dim),
+        dense(80, 65, 60, 8, 8, head_dim, layout="bhsd"),
+    ]
+    run_cases(cases, target.asking(row="sm90.bwd.dq_stored_short"))
 
 
 @on_targets("sm90-short")
@@ -202,7 +224,7 @@ def test_few_blocks_of_keys_are_divided(pretended_gpu) -> None:
     assert splits(4, 4096, 10) == 3
     assert splits(1, 4096, 10) == 13
     assert splits(1, 4096, 16, heads_k=1) > 1
-    assert splits(16, 4096, 10) > 1  # 160 CTAs are two rounds, the second one nearly empty
+    assert splits(16, 4096, 10) == 1  # two CTAs a multiprocessor
     assert splits(4, 4096, 10, keys=129) == splits(66, 4096, 10) == splits(1, 128, 8) == 1
     assert splits(4, 4096, 10, window_size_right=0) == 1  # blocks of unequal length are fetched
     assert splits(4, 4096, 10, backend="sm90 q_splits=5") == 5

@@ -24,9 +24,9 @@ from tests.tools.protocols_pool import FINISHERS, Flight, Word, convert_dq
 class Items:
     """Of a CTA: a block and its steps each. `draw` gives their numbers, `others` producers read them."""
 
-    def __init__(self, m, cta, items, draw, draws, others=3):
+    def __init__(self, m, cta, items, draw, draws, others=3, consumers=ALL):
         self.m, self.cta, self.items, self.draw, self.draws = m, cta, items, draw, draws
-        self.item, self.ending = Slots("item", 2, ALL + others), Barrier(1)
+        self.item, self.ending = Slots("item", 2, consumers + others), Barrier(1)
 
     def role(self, name, body, *args):
         self.m.role(f"{self.cta}: {name}", body, *args)
@@ -66,11 +66,13 @@ class KeyProducers(Items):
     """The roles of bwd/produce.cuh. An item is a block of keys and its steps, a step a tile of queries,
     (head, number), and the groups that see it."""
 
-    def __init__(self, m, cta, items, draw, draws, slots, draw_ahead, swap, readers=ALL, others=3):
-        super().__init__(m, cta, items, draw, draws, others)
+    def __init__(
+        self, m, cta, items, draw, draws, slots, draw_ahead, swap, readers=0, others=3, consumers=ALL
+    ):
+        super().__init__(m, cta, items, draw, draws, others, consumers)
         self.draw_ahead, self.swap, self.loaded = draw_ahead, swap, 0
-        self.k, self.v = Slots("K", 1, readers), Slots("V", 1, readers)
-        self.q, self.dout = Slots("Q", slots, ALL, full=2), Slots("dO", slots, ALL)
+        self.k, self.v = Slots("K", 1, readers or consumers), Slots("V", 1, readers or consumers)
+        self.q, self.dout = Slots("Q", slots, consumers, full=2), Slots("dO", slots, consumers)
         self.stats_at = cells("stats", slots)
 
     def keys(self, n):
@@ -109,7 +111,7 @@ class KeyProducers(Items):
 
 def backward(
     m, items, apart=False, slots=2, draws=False, ordered=False, ctas=1, ring=None, makes_dq=True,
-    stores=False, sums=None,
+    stores=False, sums=None, warpgroups=2, ds_slots=2,
 ):  # fmt: skip
     """bwd/produce.cuh, consume_cooperative() of bwd/consume.cuh, consume_independent() of
     bwd/consume_independent.cuh, bwd/dq_semaphore.cuh, bwd/stream_k.cuh.
@@ -126,8 +128,9 @@ def backward(
         if sums:
             draw = iter(sums.of_cta[cta])
         x = KeyProducers(
-            m, cta, items, draw, draws or ordered or ring, slots, 2, swap=not apart, others=others
-        )
+            m, cta, items, draw, draws or ordered or ring, slots, 2, swap=not apart, others=others,
+            consumers=warpgroups * WARPS,
+        )  # fmt: skip
         order = None
         if ordered:
             stages = 2 if apart else 1
@@ -152,11 +155,11 @@ def backward(
             x.role("dO", x.load_steps, x.dout)
         adds = RingAdder(x, ring, added) if ring else None
         consume = (
-            consume_independent(x, order, adds, stores, sums)
+            consume_independent(x, order, adds, stores, sums, warpgroups, ds_slots)
             if apart
             else consume_cooperative(x, order, adds, makes_dq, sums)
         )
-        for group, warp in itertools.product(range(2), range(WARPS)):
+        for group, warp in itertools.product(range(warpgroups), range(WARPS)):
             x.role(f"consumer {group}.{warp}", consume, group, warp)
 
 
@@ -373,16 +376,18 @@ def consume_cooperative(x, order, ring=None, makes_dq=True, sums=None):
     return body
 
 
-def consume_independent(x, order, ring=None, stores=False, sums=None):
+def consume_independent(x, order, ring=None, stores=False, sums=None, groups=2, ds_slots=2):
     named, meetings = barriers(2, WARPS), barriers(2, ALL)
     parts = cells("part of dQ", WARPS)
-    ds_at = [[cells(f"dS {slot} of {group}", WARPS) for slot in range(2)] for group in range(2)]
+    ds_at = [[cells(f"dS {slot} of {group}", WARPS) for slot in range(ds_slots)] for group in range(groups)]
 
     def body(me, group, warp):
         who, now = group * WARPS + warp, SimpleNamespace(steps=0, seen=0, items=0, place=-1)
 
         def one_step(n, i, turn, tile):
-            at, ds = now.steps, ds_at[group][now.seen % 2]
+            at, ds = now.steps, ds_at[group][now.seen % ds_slots]
+            if ds_slots == 1 and x.m.plant != "dS is written where dQ may read it":
+                yield from me.sync(named[group])
             me.read(x.stats_at[at % x.q.slots], (n, i))
             rows, keys = (x.q.at(at), x.dout.at(at)), ((x.k.at(0), ("K", n)), (x.v.at(0), ("V", n)))
             for cell, value in (*((row, (n, i)) for row in rows), *keys):
@@ -397,10 +402,10 @@ def consume_independent(x, order, ring=None, stores=False, sums=None):
             x.dout.let_go(me, at)
             me.finish(*ds, x.k.at(0))
             meeting = meetings[now.seen % 2 if x.m.plant != "one meeting" else 0]
-            if stores and group == now.seen % 2:
+            if stores and groups == 2 and group == now.seen % 2:
                 me.write(parts[warp], (n, i))
                 me.arrive(meeting)
-            elif stores:
+            elif stores and groups == 2:
                 yield from me.sync(meeting)
                 me.read(parts[warp], (n, i))
             if order:

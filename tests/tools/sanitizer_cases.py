@@ -90,11 +90,22 @@ def stream_k_cases() -> list[Case]:
     ]
 
 
-WHOLE_KEYS = "sm90.bwd.whole_keys"
+WHOLE_KEYS, ONE_WARPGROUP = "sm90.bwd.whole_keys", "sm90.bwd.dq_stored_short"
 
 
 def with_stream_k(target: Target) -> Target:
     return target.pretending(num_sms=3).asking(row="sm90.bwd.dq_atomic")
+
+
+def one_warpgroup_cases() -> list[Case]:
+    """Dense and packed, of which sequences with more keys than a block add theirs."""
+    lens = [64, 1, 0, 130, 30, 17]
+    shapes = dict(num_heads=2, num_heads_k=1, tail=3)
+    return [
+        *(packed(lens, lens, **shapes, head_dim=dim, causal=dim == 64) for dim in (40, 64, 96, 128)),
+        dense(3, 130, 64, 2, 2, 64, causal=True),
+        dense(3, 65, 60, 2, 2, 128),
+    ]
 
 
 def packed_short_cases() -> list[Case]:
@@ -479,6 +490,7 @@ def groups_of(target: Target) -> list[tuple[str, Target, list[AnyCase]]]:
             (", in a pool", with_pool(target), pool_cases()),
             (", in Stream-K", with_stream_k(target), stream_k_cases()),
             (", packed and short", TARGETS["sm90-short"].asking(row=WHOLE_KEYS), packed_short_cases()),
+            (", of one warpgroup", TARGETS["sm90-short"].asking(row=ONE_WARPGROUP), one_warpgroup_cases()),
             (", of few rows", on_one_multiprocessor(target), few_row_cases()),
             (", in two kernels", target, two_kernel_cases()),
             (", of many keys", target, long_cases()),

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(T::kThreads, 2)
 // A row is a sequence, head and query of those that may be split. Sequences of up to `narrow_rows` rows had tiles of 16 rows,
 // with blocks of `block_n` keys; KvCacheGrid has the tiles of the others.
 template <typename E, int kPasses>
-__global__ void __launch_bounds__(SplitTile::kThreads)
+__global__ void __launch_bounds__(SplitTile::kThreads, 5)  // else ptxas spills to have seven
     fwd_merge_cached_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
                             const __grid_constant__ KvCache cache, const __grid_constant__ KvCacheGrid c,
                             RowEnding ending, int narrow_rows, int block_n) {

@@ -54,33 +54,59 @@ __device__ __forceinline__ void merge_row(const FwdParams& p, const SplitGrid& g
                                           MergeShares<kPasses>& shares) {
   constexpr int kWarps = SplitTile::kWarps;
   const bool by_warp = g.splits <= kPartsOfWarp;
-  const int lane = threadIdx.x % 32, warp = by_warp ? 0 : threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = by_warp ? 0 : threadIdx.x / 32, stride = by_warp ? 1 : kWarps;
   const float scale = ending.unit_log2;
   const auto state_of = [&](int part) { return row_states(p, g, part)[number]; };
 
-  RowState all{-INFINITY, 0.f};
-  for (int part = lane; part < splits; part += 32) all.largest = fmaxf(all.largest, state_of(part).largest);
+  // Outputs are asked for before their weights are known: one wait for memory less of three.
+  constexpr int kAtOnce = kPasses > 2 ? 2 : 4;
+  float4 y[kAtOnce][kPasses];
+  const auto ask = [&](int first) {
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      if (first + n * stride >= splits) continue;
+      const float* row = partial_out(p, g, first + n * stride) + number * g.pitch + 4 * lane;
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        if (128 * i + 4 * lane < g.pitch) y[n][i] = *reinterpret_cast<const float4*>(row + 128 * i);
+      }
+    }
+  };
+  ask(warp);
+  const RowState own = lane < splits ? state_of(lane) : RowState{-INFINITY, 0.f};  // a lane keeps one of the first 32
+  RowState all{own.largest, 0.f};
+  for (int part = lane + 32; part < splits; part += 32) all.largest = fmaxf(all.largest, state_of(part).largest);
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
     all.largest = fmaxf(all.largest, __shfl_xor_sync(ptx::kFullWarp, all.largest, step));
   }
-  for (int part = lane; part < splits; part += 32) {
+  if (lane < splits) all.sum = own.sum * own.factor(all.largest, scale);
+  for (int part = lane + 32; part < splits; part += 32) {
     const RowState s = state_of(part);
     all.sum += s.sum * s.factor(all.largest, scale);
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) all.sum += __shfl_xor_sync(ptx::kFullWarp, all.sum, step);
 
-  // use(pass, y): what a part adds to four columns.
-  const auto weigh = [&](int part, const auto& use) {
-    if (state_of(part).is_empty()) return;  // its output need not be there
-    const float factor = state_of(part).factor(all.largest, scale);
-    const float* row = partial_out(p, g, part) + number * g.pitch + 4 * lane;
+  // use(pass, y, factor): what a part adds to four columns.
+  const auto for_parts = [&](const auto& use) {
+#pragma unroll 1
+    for (int first = warp; first < splits; first += kAtOnce * stride) {
+      if (first != warp) ask(first);
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      if (128 * i + 4 * lane >= g.pitch) continue;
-      const float4 y = *reinterpret_cast<const float4*>(row + 128 * i);
-      use(i, y, factor);
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int part = first + n * stride;
+        if (part >= splits) break;
+        RowState s{__shfl_sync(ptx::kFullWarp, own.largest, part % 32),
+                   __shfl_sync(ptx::kFullWarp, own.sum, part % 32)};
+        if (part >= 32) s = state_of(part);
+        if (s.is_empty()) continue;  // its output need not be there
+        const float factor = s.factor(all.largest, scale);
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) {
+          if (128 * i + 4 * lane < g.pitch) use(i, y[n][i], factor);
+        }
+      }
     }
   };
   const auto store = [&](int pass, float (&sums)[4], float inverse) {
@@ -91,27 +117,20 @@ __device__ __forceinline__ void merge_row(const FwdParams& p, const SplitGrid& g
   };
   if (by_warp) {
     float sums[kPasses][4] = {};
+    for_parts([&](int i, const float4& y, float factor) {
+      const float of_part[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
-    for (int part = 0; part < kPartsOfWarp; ++part) {
-      if (part >= splits) break;
-      weigh(part, [&](int i, const float4& y, float factor) {
-        const float of_part[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sums[i][c] = __fadd_rn(sums[i][c], __fmul_rn(of_part[c], factor));
-      });
-    }
+      for (int c = 0; c < 4; ++c) sums[i][c] = __fadd_rn(sums[i][c], __fmul_rn(of_part[c], factor));
+    });
     const float inverse = ending.finish(p, all, at, inside, lane == 0);
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) store(i, sums[i], inverse);
     return;
   }
   float4 x[kPasses] = {};
-#pragma unroll 16 / kPasses
-  for (int part = warp; part < splits; part += kWarps) {
-    weigh(part, [&](int i, const float4& y, float factor) {
-      x[i].x += y.x * factor, x[i].y += y.y * factor, x[i].z += y.z * factor, x[i].w += y.w * factor;
-    });
-  }
+  for_parts([&](int i, const float4& y, float factor) {
+    x[i].x += y.x * factor, x[i].y += y.y * factor, x[i].z += y.z * factor, x[i].w += y.w * factor;
+  });
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) shares[warp][i][lane] = x[i];
   __syncthreads();

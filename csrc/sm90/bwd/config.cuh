@@ -45,6 +45,7 @@ struct BwdArgs {
   uint32_t* dq_semaphore;  // of bwd/dq_semaphore.cuh, or null
   DqPoolView pool;
   StreamK stream_k;
+  int unit_heads = 1;  // of key heads that are given out together (Launch::unit_heads)
 };
 
 // A work tile: a block of keys of one key head or (kByQueries) of queries of one head, as the producer leaves it to the
@@ -98,34 +99,43 @@ struct TileWalk {
 
 // How dQ is added; in another kernel; all at once; as unordered, by CTAs that divide work tiles (StreamK): what that takes besides
 // the steps would cost causal calls of head_dim 128 a hundredth.
-enum class DqKind { kUnordered, kOrdered, kElsewhere, kStored, kDivided };
+enum class DqKind { kUnordered, kOrdered, kElsewhere, kStored, kStoredShort, kDivided };
 
 template <typename E, int D, DqKind kDq = DqKind::kUnordered>
 struct BwdTraits {
   using Element = E;
   static constexpr bool kOrdered = kDq == DqKind::kOrdered;
   static constexpr bool kDivides = kDq == DqKind::kDivided;
+  static constexpr bool kUnits = kDq == DqKind::kStoredShort;  // of heads may be given out together
   static constexpr bool kPool = kDq == DqKind::kUnordered || kDivides;  // may have its accumulators in a pool
-  static constexpr bool kMakesDq = kDq != DqKind::kElsewhere, kStores = kDq == DqKind::kStored;
+  static constexpr bool kMakesDq = kDq != DqKind::kElsewhere,
+                        kStores = kDq == DqKind::kStored || kDq == DqKind::kStoredShort;
   // Tiles of a work tile still to load when the next one is fetched: one fetched early is kept from a CTA that is free
   // before, and additions in order want work tiles to begin in the order in which they
   // are fetched.
   static constexpr int kFetchAhead = 2;
   static constexpr int kHeadDim = D;
-  static constexpr BwdTile kTile = kStores ? kStoredTile : kMakesDq ? bwd_tile(D) : kShortKeysTile;
+  static constexpr BwdTile kTile = kDq == DqKind::kStoredShort ? stored_short_tile(D)
+                                   : kStores                   ? kStoredTile
+                                   : kMakesDq                  ? bwd_tile(D)
+                                                               : kShortKeysTile;
   static constexpr bool kIndependent = kTile.independent;
-  static constexpr int kBlockM = BwdTile::kBlockM, kBlockN = kTile.block_n(), kThreads = BwdTile::kThreads;
+  static constexpr int kBlockM = BwdTile::kBlockM, kBlockN = kTile.block_n(), kThreads = kTile.threads();
+  static constexpr int kGroups = kTile.groups, kKeyBlocks = kTile.key_blocks, kCtas = kTile.ctas();
   static constexpr bool kByQueries = false;
   static constexpr int kOwnRows = kBlockN, kStatRows = kBlockM;  // of a work tile; of a tile in the workspace
-  static constexpr int kStages = kTile.stages, kChunks = chunks_of(D), kConsumerWarps = 8;
-  static constexpr int kKeyParts = kBlockN / 128, kPartRows = 128;  // boxes in which K and V come
+  static constexpr int kStages = kTile.stages, kChunks = chunks_of(D), kConsumerWarps = 4 * kGroups;
+  static constexpr int kPartRows = kBlockN < 128 ? kBlockN : 128,
+                       kKeyParts = kBlockN / kPartRows;  // boxes in which K and V come
   // K of the next work tile comes to the place of V, which is free a step before that of K.
   static constexpr bool kPlacesSwap = !kIndependent;
   // Steps of 16 columns of K and V, of 6, whose operands stay in registers for a whole work tile: at 96 columns shared
   // memory is the limit, and registers have room for those of K and two of V. Others have no room.
   static constexpr int kRsStepsK = D == 96 ? 6 : 0, kRsStepsV = D == 96 ? 2 : 0;
-  static constexpr int kConsumerRegs = 240, kProducerRegs = 24;
-  static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D), kDsBytes = BwdTile::kDsBytes;
+  static constexpr int kConsumerRegs = kCtas == 2 ? 232 : 240, kProducerRegs = 24;
+  static_assert(kProducerRegs + kGroups * kConsumerRegs <= ptx::kRegisterBudget<kGroups + 1, kCtas>);
+  static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D),
+                       kDsBytes = kTile.ds_stage_bytes();
   static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + kStages * kQBytes;
   static constexpr int kDsAt = kDoutAt + kStages * kQBytes, kPiecesAt = kDsAt + kTile.ds_bytes();
   static constexpr int kPieceStages = kTile.piece_stages(), kConverterBytes = kTile.converter_bytes();

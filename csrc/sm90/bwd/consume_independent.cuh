@@ -15,7 +15,7 @@ template <typename T>
 __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t smem, unsigned char* smem_bytes,
                                                     const BwdWorkTile* work_tiles, BwdBarriers<T> bars, int group) {
   using E = typename T::Element;
-  constexpr int D = T::kHeadDim, kM = T::kBlockM;
+  constexpr int D = T::kHeadDim, kM = T::kBlockM, kBlocks = T::kKeyBlocks;
   // Read once: ptxas would read the thread's number in every step again, and spill 16 bytes; with
   // ptx::fresh_lane() it spills 4.
   int lane = threadIdx.x % 32;
@@ -24,14 +24,14 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
   const int heads = static_cast<int>(a.grid.shared.divisor);
   const float scale = a.p.problem.scale_log2;
   constexpr uint32_t kBlockStep = 64 * 128 / 16;  // from one block of keys to the next
+  constexpr int kRows = T::kPartRows;
   const uint32_t k_low = uniform(descriptor_low(smem + group * 128 * 128, 16));
   const uint32_t v_low = uniform(descriptor_low(smem + T::kVAt + group * 128 * 128, 16));
   const uint32_t ds_at = smem + T::kDsAt + group * T::kDsStages * T::kDsBytes, ds_to = ds_at + ds_offset(warp, lane);
   const int row = warp * 16 + lane / 4;
-  float* const dq_warp = a.p.dq_accum + warp * 16 * D;
   const uint32_t staging = smem + T::kStagingAt + (group * 4 + warp) * T::kStagingBytes;
 
-  float dk[2][D / 2], dv[2][D / 2];
+  float dk[kBlocks][D / 2], dv[kBlocks][D / 2];
   PipelineState<T::kWorkStages> work_ring;
   PipelineState<T::kStages> ring;
   uint32_t kv_phase = 0, ds_stage = 0;
@@ -46,17 +46,17 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
       break;
     }
     const AttnMod mod{a.p.problem, work.w.q.length, work.w.k.length};
-    const int first_key = work.w.block * T::kBlockN + group * 128;
-    const KeyReach reach = KeyReach::of<kM>(mod, first_key, 128);
+    const int first_key = work.w.block * T::kBlockN + group * 64 * kBlocks;
+    const KeyReach reach = KeyReach::of<kM>(mod, first_key, 64 * kBlocks);
     if (T::kDivides && work.share == BwdWorkTile::kTakes) {
       const SharedSums<T> sums(a.stream_k, blockIdx.x - 1);
-      sums.template load<0>(dk[0]);
-      sums.template load<D / 2>(dv[0]);
-      sums.template load<D>(dk[1]);
-      sums.template load<3 * D / 2>(dv[1]);
+      for_steps<0, kBlocks>([&](auto b) {
+        sums.template load<b.value * D>(dk[b.value]);
+        sums.template load<b.value * D + D / 2>(dv[b.value]);
+      });
     } else {
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
+      for (int b = 0; b < kBlocks; ++b) {
         clear(dk[b]);
         clear(dv[b]);
       }
@@ -80,22 +80,29 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
       }
       const uint32_t q_at = smem + T::kQAt + ring.stage * T::kQBytes, dout_at = q_at + (T::kDoutAt - T::kQAt);
       const uint32_t q_low = uniform(descriptor_low(q_at, 16)), dout_low = uniform(descriptor_low(dout_at, 16));
+      // Of products over queries, whose columns may come in two chunks.
+      constexpr uint32_t kToRows = D > 64 ? (kM * 128 - 16) / 16 << 16 : 0;
       const float* stats =
           reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + ring.stage * 2 * kM + 2 * (lane % 4);
       // Both blocks of keys use the same lse: to read it twice is slower.
-      RegisterStats<32> lse;
-      lse.load(stats);
+      [[maybe_unused]] RegisterStats<32> lse;
+      if constexpr (kBlocks == 2) lse.load(stats);
+      if constexpr (T::kDsStages == 1) ptx::bar_sync(ptx::kGroupBarrier + group, 128);  // dQ of the step before is made
       float s[32], dp[32];
       uint32_t p_words[16], ds_words[16];
       const auto issue_s = [&](int b) {
         ptx::wgmma_fence();
-        issue_products<E, D, 128, kM, false>(s, k_low + b * kBlockStep, q_low);
+        issue_products<E, D, kRows, kM, false>(s, k_low + b * kBlockStep, q_low);
         ptx::wgmma_commit();
       };
       const auto form = [&](int b) {
         ptx::wgmma_wait<1>();
         ptx::warpgroup_fence_operand(s);
-        scores_to_weights(s, lse, scale);
+        if constexpr (kBlocks == 2) {
+          scores_to_weights(s, lse, scale);
+        } else {
+          scores_to_weights(s, stats, scale);
+        }
         if (!reach.whole(walk.block)) hide(s, mod, first_key + b * 64 + row, walk.block * kM + 2 * (lane % 4));
         RegisterStats<32> delta;
         if (b > 0) delta.load(stats + kM);
@@ -112,12 +119,12 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
       };
       const auto issue_gradients = [&](int b) {
         ptx::wgmma_fence();
-        issue_pv<E>(dv[b], p_words, dout_low);
-        issue_pv<E>(dk[b], ds_words, q_low);
+        issue_pv<E>(dv[b], p_words, dout_low + kToRows);
+        issue_pv<E>(dk[b], ds_words, q_low + kToRows);
         ptx::wgmma_commit();
       };
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
+      for (int b = 0; b < kBlocks; ++b) {
         ptx::warpgroup_fence_operand(dk[b]);
         ptx::warpgroup_fence_operand(dv[b]);
       }
@@ -125,81 +132,101 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
       ptx::warpgroup_fence_operand(s);
       ptx::warpgroup_fence_operand(dp);
       issue_s(0);
-      issue_products<E, D, 128, kM, true>(dp, v_low, dout_low);
+      issue_products<E, D, kRows, kM, true>(dp, v_low, dout_low);
       ptx::wgmma_commit();
       form(0);
-      issue_gradients(0);
-      ptx::warpgroup_fence_operand(s);
-      issue_s(1);
-      // The words are free again before dP needs registers: there are not enough for both.
-      ptx::wgmma_wait<1>();
-      ptx::warpgroup_fence_operand(dk[0]);
-      ptx::warpgroup_fence_operand(dv[0]);
-      ptx::warpgroup_fence_operand(p_words);
-      ptx::warpgroup_fence_operand(ds_words);
-      ptx::warpgroup_fence_operand(dp);
-      ptx::wgmma_fence();
-      issue_products<E, D, 128, kM, false>(dp, v_low + kBlockStep, dout_low);
-      ptx::wgmma_commit();
-      form(1);
+      if constexpr (kBlocks == 2) {
+        issue_gradients(0);
+        ptx::warpgroup_fence_operand(s);
+        issue_s(1);
+        // The words are free again before dP needs registers: there are not enough for both.
+        ptx::wgmma_wait<1>();
+        ptx::warpgroup_fence_operand(dk[0]);
+        ptx::warpgroup_fence_operand(dv[0]);
+        ptx::warpgroup_fence_operand(p_words);
+        ptx::warpgroup_fence_operand(ds_words);
+        ptx::warpgroup_fence_operand(dp);
+        ptx::wgmma_fence();
+        issue_products<E, D, kRows, kM, false>(dp, v_low + kBlockStep, dout_low);
+        ptx::wgmma_commit();
+        form(1);
+      }
       ptx::fence_proxy_async();
-      issue_gradients(1);
+      issue_gradients(kBlocks - 1);
       debug_delay();
       ptx::bar_sync(ptx::kGroupBarrier + group, 128);
-      float dq[32];
-      ptx::wgmma_fence();
-      issue_dq<E>(dq, uniform(descriptor_low(ds_at + ds_stage * T::kDsBytes, 16)), k_low);
-      ptx::wgmma_commit();
       const int tile = (T::kPool ? work.dq_tile : work.tile) + walk.head * a.tiles_per_head + walk.block;
-      uint32_t seen = 0;
-      if constexpr (T::kOrdered && !T::kStaged) seen = ptx::load_acquire(a.dq_semaphore + tile);
-      ptx::wgmma_wait<1>();
+      float* const to = a.p.dq_accum + static_cast<int64_t>(tile) * (kM * D);
+      // dQ by chunks of columns, because registers for all of them are short.
+      for_steps<0, T::kChunks>([&](auto chunk) {
+        constexpr int kFirst = 64 * chunk.value, kColumns = D - kFirst < 64 ? D - kFirst : 64;
+        float dq[kColumns / 2];
+        ptx::wgmma_fence();
+        issue_dq<E, 64 * kBlocks>(dq, uniform(descriptor_low(ds_at + ds_stage * T::kDsBytes, 16)),
+                                  k_low + chunk.value * (kRows * 128 / 16));
+        ptx::wgmma_commit();
+        [[maybe_unused]] uint32_t seen = 0;
+        if constexpr (T::kOrdered && !T::kStaged) seen = ptx::load_acquire(a.dq_semaphore + tile);
+        if constexpr (kFirst == 0) {
+          ptx::wgmma_wait<1>();
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        ptx::warpgroup_fence_operand(dk[b]);
-        ptx::warpgroup_fence_operand(dv[b]);
-      }
-      arrive(bars.q_empty(ring.stage));
-      arrive(bars.dout_empty(ring.stage));
-      ptx::wgmma_wait<0>();
-      ptx::warpgroup_fence_operand(dq);
-      float* to = dq_warp + static_cast<int64_t>(tile) * (kM * D);
-      if constexpr (T::kStores) {
-        // A thread meets the one of the other warpgroup that has the same queries and columns. What it left has been read
-        // before it writes there again, two steps later: in between it waits for the other's part. Two barriers by turns,
-        // because one warpgroup may come to the next step's before the other has come to this one's.
-        const uint32_t part = smem + T::kExchangeAt + (warp * 32 + lane) * 16,
-                       meeting = ptx::kExchangeBarrier + ds_stage;
-        debug_delay();
-        if (static_cast<uint32_t>(group) == ds_stage) {
-#pragma unroll
-          for (int i = 0; i < D / 8; ++i) ptx::store_shared(part + i * 2048, four_of(dq, i));
-          ptx::bar_arrive_only(meeting, 256);
-        } else {
-          ptx::bar_sync(meeting, 256);
-#pragma unroll
-          for (int i = 0; i < D / 8; ++i) {
-            const float4 other = ptx::load_shared(part + i * 2048);
-            float* x = dq + i / 2 * 8 + i % 2 * 2;
-            x[0] += other.x, x[1] += other.y, x[4] += other.z, x[5] += other.w;
+          for (int b = 0; b < kBlocks; ++b) {
+            ptx::warpgroup_fence_operand(dk[b]);
+            ptx::warpgroup_fence_operand(dv[b]);
           }
+          arrive(bars.q_empty(ring.stage));
+          arrive(bars.dout_empty(ring.stage));
+        }
+        ptx::wgmma_wait<0>();
+        ptx::warpgroup_fence_operand(dq);
+        [[maybe_unused]] float* const chunk_to = to + kFirst * kM + warp * 16 * kColumns;
+        const auto store_dq = [&] {
           const Problem& p = a.p.problem;
-          store_rows<E>(a.p.dq, work.w.b, work.w.q, work.w.h * heads + walk.head, dq, p.softmax_scale, p.head_dim,
-                        walk.block * kM + row, lane);
+          store_rows<E, kFirst>(a.p.dq, work.w.b, work.w.q, work.w.h * heads + walk.head, dq, p.softmax_scale,
+                                p.head_dim, walk.block * kM + row, lane);
+        };
+        if constexpr (T::kStores && T::kGroups == 1) {
+          if (work.w.k.length <= T::kBlockN) {
+            store_dq();
+          } else {
+            add_dq<false>(chunk_to, dq, staging, lane);
+          }
+        } else if constexpr (T::kStores) {
+          // A thread meets the one of the other warpgroup that has the same queries and columns. What it left has been read
+          // before it writes there again, two steps later: in between it waits for the other's part. Two barriers by turns,
+          // because one warpgroup may come to the next step's before the other has come to this one's.
+          const uint32_t part = smem + T::kExchangeAt + (warp * 32 + lane) * 16,
+                         meeting = ptx::kExchangeBarrier + ds_stage;
+          debug_delay();
+          if (static_cast<uint32_t>(group) == ds_stage) {
+#pragma unroll
+            for (int i = 0; i < D / 8; ++i) ptx::store_shared(part + i * 2048, four_of(dq, i));
+            ptx::bar_arrive_only(meeting, 256);
+          } else {
+            ptx::bar_sync(meeting, 256);
+#pragma unroll
+            for (int i = 0; i < D / 8; ++i) {
+              const float4 other = ptx::load_shared(part + i * 2048);
+              float* x = dq + i / 2 * 8 + i % 2 * 2;
+              x[0] += other.x, x[1] += other.y, x[4] += other.z, x[5] += other.w;
+            }
+            store_dq();
+          }
+        } else if constexpr (T::kOrdered) {
+          if constexpr (!T::kStaged) {
+            add_dq_in_order(chunk_to, dq, lane,
+                            wait_dq_semaphore(a.dq_semaphore + tile, 2 * work.w.block + group, seen));
+          }
+          wait(bars.dq_empty(group), dq_phase);
+          dq_phase ^= 1;
+          if constexpr (T::kStaged) stage_dq(dq, staging, lane);
+          arrive(bars.dq_full(group));
+        } else {
+          add_dq<T::kStaged>(chunk_to, dq, staging, lane);
         }
-      } else if constexpr (T::kOrdered) {
-        if constexpr (!T::kStaged) {
-          add_dq_in_order(to, dq, lane, wait_dq_semaphore(a.dq_semaphore + tile, 2 * work.w.block + group, seen));
-        }
-        wait(bars.dq_empty(group), dq_phase);
-        dq_phase ^= 1;
-        if constexpr (T::kStaged) stage_dq(dq, staging, lane);
-        arrive(bars.dq_full(group));
-      } else {
-        add_dq<T::kStaged>(to, dq, staging, lane);
-      }
+      });
       ring.advance();
-      ds_stage ^= 1;
+      if constexpr (T::kDsStages == 2) ds_stage ^= 1;
       walk.advance(work, heads);
     }
     __syncwarp();
@@ -211,14 +238,14 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
     const Problem& p = a.p.problem;
     if (T::kDivides && work.share == BwdWorkTile::kGives) {
       const SharedSums<T> sums(a.stream_k, blockIdx.x);
-      sums.template store<0>(dk[0]);
-      sums.template store<D / 2>(dv[0]);
-      sums.template store<D>(dk[1]);
-      sums.template store<3 * D / 2>(dv[1]);
+      for_steps<0, kBlocks>([&](auto b) {
+        sums.template store<b.value * D>(dk[b.value]);
+        sums.template store<b.value * D + D / 2>(dv[b.value]);
+      });
       tell_sums(a.stream_k, work);
     } else {
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
+      for (int b = 0; b < kBlocks; ++b) {
         const int key = first_key + b * 64 + row;
         store_rows<E>(a.p.dv, work.w.b, work.w.k, work.w.h, dv[b], 1.f, p.head_dim_v, key, lane);
         store_rows<E>(a.p.dk, work.w.b, work.w.k, work.w.h, dk[b], p.softmax_scale, p.head_dim, key, lane);

@@ -23,7 +23,7 @@
 namespace flash_ext::sm90 {
 
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, 1)
+__global__ void __launch_bounds__(T::kThreads, T::kCtas)
     bwd_sm90_kernel(const __grid_constant__ BwdArgs a, const __grid_constant__ BwdMaps maps) {
   const auto wait_before = [](const auto&) {
     if constexpr (T::kMakesDq) ptx::allow_next_kernel();

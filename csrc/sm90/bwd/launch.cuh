@@ -21,6 +21,7 @@ inline BwdArgs make_bwd_args(const BwdCall& c, const Launch& l, int block_m, int
   a.q = steps(p.q), a.k = steps(p.k), a.v = steps(p.v), a.dout = steps(p.dout);
   a.tiles_per_head = static_cast<int>(query_tiles_per_head(r, block_m));
   a.rotate = l.rotate;
+  a.unit_heads = l.unit_heads;
   a.scheduler.num_work_tiles = static_cast<uint32_t>(l.tiles);
   if (l.dynamic) {
     a.scheduler.counter = part_of<Counter>(c.workspace, c.plan.workspace.tile_counters) + which;
@@ -76,6 +77,10 @@ std::string launch_bwd_as(const BwdCall& c, const Launch& l) {
   return launch_planned(l, bwd_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }
 
+inline TileGrid tile_grid(const BwdCall& c, const Launch& l, int block_m) {
+  return {l.grid, static_cast<int>(query_tiles_per_head(c.p.problem, block_m)), l.unit_heads};
+}
+
 template <typename E, int D>
 std::string launch_row_stats_and_zero(const BwdCall& c, const Launch& l) {
   const Problem& r = c.p.problem;
@@ -93,9 +98,8 @@ std::string launch_row_stats_and_zero(const BwdCall& c, const Launch& l) {
   } else if (D == 64 && r.head_dim <= 32 && c.plan.main_launch().kernel == KernelId::kBwdFusedMod90) {
     zeroed.half = true;  // that kernel adds to no others
   }
-  return launch_planned(l, row_stats_and_zero_kernel<E, D>, kPassThreads, 0, c.p.stream, c.hopper(), l.grid,
-                        static_cast<int>(query_tiles_per_head(r)), part_of<uint32_t>(c.workspace, w.dq_semaphore),
-                        zeroed);
+  return launch_planned(l, row_stats_and_zero_kernel<E, D>, kPassThreads, 0, c.p.stream, c.hopper(),
+                        tile_grid(c, l, BwdTile::kBlockM), part_of<uint32_t>(c.workspace, w.dq_semaphore), zeroed);
 }
 
 template <int D>
@@ -103,9 +107,12 @@ std::string launch_bwd_fused(const BwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
     if (l.kernel == KernelId::kRowStatsAndZero90) return launch_row_stats_and_zero<E, D>(c, l);
     if (l.kernel == KernelId::kDqConvert90) {
-      return launch_planned(l, dq_convert_kernel<E, D>, kDqConvertThreads, 0, c.p.stream, c.hopper(), l.grid,
-                            static_cast<int>(query_tiles_per_head(c.p.problem)),
+      return launch_planned(l, dq_convert_kernel<E, D>, kDqConvertThreads, 0, c.p.stream, c.hopper(),
+                            tile_grid(c, l, BwdTile::kBlockM),
                             l.dq == DqMode::kStored ? c.plan.main_launch().block_n : -1);
+    }
+    if (l.dq == DqMode::kStored && l.block_n == stored_short_tile(D).block_n()) {
+      return launch_bwd_as<BwdTraits<E, D, DqKind::kStoredShort>>(c, l);
     }
     if constexpr (D == kStoredHeadDim) {
       if (l.dq == DqMode::kStored) return launch_bwd_as<BwdTraits<E, D, DqKind::kStored>>(c, l);

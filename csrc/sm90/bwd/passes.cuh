@@ -13,6 +13,13 @@
 
 namespace flash_ext::sm90 {
 
+// How the passes are given out tiles of queries.
+struct TileGrid {
+  Grid grid;
+  int tiles_per_head;
+  int unit_heads = 1;  // of the same rows that a CTA has (Launch::unit_heads)
+};
+
 // A tile of queries as a CTA of the passes sees it.
 struct QueryTile {
   Work w;
@@ -20,14 +27,25 @@ struct QueryTile {
   bool outside;  // rows of no sequence: no place in the workspace, dq = 0
 };
 
-template <int kBlockM = BwdTile::kBlockM>
-__device__ __forceinline__ QueryTile locate_tile(const BwdParams& p, const Grid& grid, int tiles_per_head) {
-  int b = 0;
-  QueryTile t;
-  t.w = decode_work<kBlockM, true, false>(p.problem, grid, &b);
-  t.outside = b < 0 || b >= p.problem.batch;
-  t.index = first_tile<kBlockM>(p.problem, t.w, b, t.w.h, tiles_per_head) + t.w.block;
-  return t;
+// use(tile) for the tiles of a CTA: one, or those of the same rows of heads that are given out together. One thread
+// searches for all: where packed sequences are short, a search by every warp is what a pass spends its time on.
+template <int kBlockM = BwdTile::kBlockM, typename Use>
+__device__ __forceinline__ void for_query_tiles(const BwdParams& p, const TileGrid& grid, const Use& use) {
+  __shared__ QueryTile first;
+  if (threadIdx.x == 0) {
+    int b = 0;
+    QueryTile t;
+    t.w = decode_work<kBlockM, true, false>(p.problem, grid.grid, &b);
+    t.w.h *= grid.unit_heads;
+    t.outside = b < 0 || b >= p.problem.batch;
+    t.index = first_tile<kBlockM>(p.problem, t.w, b, t.w.h, grid.tiles_per_head) + t.w.block;
+    first = t;
+  }
+  __syncthreads();
+  QueryTile tile = first;
+  if (!tile.w.active) return;
+#pragma unroll 1
+  for (int left = grid.unit_heads; left > 0; --left, ++tile.w.h, tile.index += grid.tiles_per_head) use(tile);
 }
 
 // lse and delta of the kBlockM rows of a tile. All loads are on their way before the first sum: row by row the pass has half
@@ -79,16 +97,9 @@ struct Zeroed {
   bool dq_rows = false;
 };
 
-template <typename E, int D>
-__global__ void __launch_bounds__(kPassThreads)
-    row_stats_and_zero_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid,
-                              int tiles_per_head, uint32_t* dq_semaphore, const __grid_constant__ Zeroed zeroed) {
-  ptx::allow_next_kernel();
-  const int64_t thread = int64_t{blockIdx.x} * kPassThreads + threadIdx.x;
-  if (thread < zeroed.num_words) zeroed.words[thread] = 0;
-  const QueryTile tile = locate_tile(p, grid, tiles_per_head);
-  if (!tile.w.active || tile.outside) return;
-  store_row_stats<E, D, BwdTile::kBlockM>(p, tile);
+template <int D>
+__device__ __forceinline__ void zero_tile(const BwdParams& p, const QueryTile& tile, uint32_t* dq_semaphore,
+                                          const Zeroed& zeroed) {
   if (dq_semaphore != nullptr) {
     const AttnMod mod{p.problem, tile.w.q.length, tile.w.k.length};
     // Whoever comes first writes the tile.
@@ -107,15 +118,24 @@ __global__ void __launch_bounds__(kPassThreads)
   for (int i = threadIdx.x; i < 16 * D; i += kPassThreads) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
-// dq = softmax_scale * dq_accum, in the type of dq, but of sequences with at most `stored_keys` keys, whose dq is there. A warp
-// takes the 16 rows that it has as a consumer.
 template <typename E, int D>
-__global__ void __launch_bounds__(kDqConvertThreads)
-    dq_convert_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head,
-                      int stored_keys) {
-  ptx::wait_for_kernel_before();
-  const QueryTile tile = locate_tile(p, grid, tiles_per_head);
-  if (!tile.w.active || (!tile.outside && tile.w.k.length <= stored_keys)) return;
+__global__ void __launch_bounds__(kPassThreads)
+    row_stats_and_zero_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ TileGrid grid,
+                              uint32_t* dq_semaphore, const __grid_constant__ Zeroed zeroed) {
+  ptx::allow_next_kernel();
+  const int64_t thread = int64_t{blockIdx.x} * kPassThreads + threadIdx.x;
+  if (thread < zeroed.num_words) zeroed.words[thread] = 0;
+  for_query_tiles(p, grid, [&](const QueryTile& tile) {
+    if (tile.outside) return;
+    store_row_stats<E, D, BwdTile::kBlockM>(p, tile);
+    zero_tile<D>(p, tile, dq_semaphore, zeroed);
+  });
+}
+
+// dq = softmax_scale * dq_accum, in the type of dq. A warp takes the 16 rows that it has as a consumer. The kernel leaves out
+// sequences with at most `stored_keys` keys, whose dq is there.
+template <typename E, int D>
+__device__ __forceinline__ void convert_tile(const BwdParams& p, const QueryTile& tile) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float dq[D / 2];
 #pragma unroll
@@ -131,6 +151,15 @@ __global__ void __launch_bounds__(kDqConvertThreads)
   }
   store_rows<E>(p.dq, tile.w.b, tile.w.q, tile.w.h, dq, p.problem.softmax_scale, p.problem.head_dim,
                 tile.w.block * 64 + warp * 16 + lane / 4, lane);
+}
+
+template <typename E, int D>
+__global__ void __launch_bounds__(kDqConvertThreads)
+    dq_convert_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ TileGrid grid, int stored_keys) {
+  ptx::wait_for_kernel_before();
+  for_query_tiles(p, grid, [&](const QueryTile& tile) {
+    if (tile.outside || tile.w.k.length > stored_keys) convert_tile<E, D>(p, tile);
+  });
 }
 
 }  // namespace flash_ext::sm90

@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_keys_of(const BwdArgs& a, const BwdMaps& ma
 // Whether every work tile is fetched, the first of a CTA too.
 template <typename T>
 __device__ __forceinline__ bool fetches_in_order(const BwdArgs& a) {
-  return T::kOrdered || (T::kPool && a.pool.words != nullptr);
+  return T::kOrdered || (T::kPool && !T::kDivides && a.pool.words != nullptr);
 }
 
 // The work tile behind `present`, or the first one where `present` is below 0; where nothing is left, one that is too large.
@@ -66,14 +66,17 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
                                               BwdWorkTile* work_tiles, Bars bars) {
   const Problem& p = a.p.problem;
   const int lane = threadIdx.x % 32;
-  const bool in_order = fetches_in_order<T>(a), dynamic = in_order || a.scheduler.counter != nullptr;
-  if (dynamic && lane == 0) claim_counter(a.scheduler);
+  const bool in_order = fetches_in_order<T>(a);
+  const bool dynamic = in_order || (!T::kDivides && a.scheduler.counter != nullptr);
+  if (in_order && lane == 0) claim_counter(a.scheduler);
   PipelineState<T::kWorkStages> work_ring;
   work_ring.phase = 1;  // the first wait for an empty stage passes
   [[maybe_unused]] uint32_t kv_phase = 1;
   const auto fetch = [&] {
     uint32_t next = 0;
-    if (lane == 0) next = in_order ? fetch_in_order(a.scheduler) : fetch_work_tile(a.scheduler);
+    if (lane == 0) {
+      next = in_order ? fetch_in_order(a.scheduler) : claim_and_fetch(a.scheduler, work_tiles[0].index);
+    }
     return __shfl_sync(ptx::kFullWarp, next, 0);
   };
   uint32_t index = blockIdx.x;
@@ -81,12 +84,15 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
   if (in_order) index = fetch();
 #pragma unroll 1
   while (index < a.scheduler.num_work_tiles) {
+    // Until the next one is fetched.
+    if (!T::kDivides && dynamic && ptx::fresh_lane() == 0) work_tiles[0].index = index;
     int b = 0;
-    const Work w = decode_index<T::kOwnRows, T::kByQueries, T::kByQueries>(index, p, a.grid, &b);
+    Work w = decode_index<T::kOwnRows, T::kByQueries, T::kByQueries>(index, p, a.grid, &b);
+    if constexpr (T::kUnits) w.h *= a.unit_heads;
     if (w.active) {
       wait(bars.work_empty(work_ring.stage), work_ring.phase);
       debug_delay();
-      if ((T::kDivides ? ptx::fresh_lane() : lane) == 0) {
+      if ((T::kDivides || T::kUnits ? ptx::fresh_lane() : lane) == 0) {
         BwdWorkTile& work = work_tiles[work_ring.stage];
         work.w = w;
         if constexpr (T::kDivides) work.index = index;
@@ -129,6 +135,30 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
       if (dynamic) wait(bars.work_ending(), work_ring.stage % 2);
       if constexpr (T::kDivides) index = work_tiles[work_ring.stage].index;
       work_ring.advance();
+      if constexpr (T::kUnits) {
+#pragma unroll 1
+        for (int left = a.unit_heads; --left > 0;) {
+          wait(bars.work_empty(work_ring.stage), work_ring.phase);
+          // A lane copies a word of the work tile before, but of the last one, which is the scheduler's: registers are short.
+          static_assert(sizeof(BwdWorkTile) <= 4 * 32 && T::kWorkStages == 2);
+          if (const int word = ptx::fresh_lane(); word + 1 < static_cast<int>(sizeof(BwdWorkTile) / 4)) {
+            reinterpret_cast<uint32_t*>(&work_tiles[work_ring.stage])[word] =
+                reinterpret_cast<const uint32_t*>(&work_tiles[work_ring.stage ^ 1])[word];
+          }
+          __syncwarp();
+          if (ptx::fresh_lane() == 0) {
+            BwdWorkTile& work = work_tiles[work_ring.stage];
+            ++work.w.h;
+            work.tile += static_cast<int>(a.grid.shared.divisor) * a.tiles_per_head;
+            ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
+            if (work.steps == 0) ptx::mbarrier_arrive(bars.work_ending());
+          }
+          __syncwarp();
+          load_keys_of<T>(a, maps, smem, work_tiles[work_ring.stage], bars, kv_phase);
+          wait(bars.work_ending(), work_ring.stage % 2);
+          work_ring.advance();
+        }
+      }
     }
     if (dynamic) index = fetch();
     else if constexpr (T::kDivides) index = next_static_tile(a.stream_k, a.scheduler, static_cast<int>(index));

@@ -49,10 +49,10 @@ __device__ __forceinline__ void issue_rs_products(float (&s)[kCount], const RsOp
   });
 }
 
-// dq = dS K over 128 keys; dS in two chunks of 64 keys, K from some chunk of columns on.
-template <typename E, int kCount>
+// dq = dS K over the keys; dS in chunks of 64 keys, K from some chunk of columns on.
+template <typename E, int kKeys = 128, int kCount>
 __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint32_t ds, uint32_t k) {
-  for_steps<0, 8>([&](auto step) {
+  for_steps<0, kKeys / 16>([&](auto step) {
     constexpr int i = decltype(step)::value;
     ptx::wgmma_ss_rows<E, (i > 0)>(dq, ds + (i % 4) * 2 + (i / 4) * 64 * 8, k + i * 128);
   });
@@ -214,12 +214,14 @@ __device__ __forceinline__ void add_dq_in_order(float* to, const float (&dq)[kCo
   __syncwarp();
 }
 
-// Stores a warp's 16 rows of a gradient. `row` is this lane's first one in the sequence.
-template <typename E, int kCount>
+// Stores a warp's 16 rows of a gradient, columns from kFirst on. `row` is this lane's first one in the sequence.
+template <typename E, int kFirst = 0, int kCount>
 __device__ __forceinline__ void store_rows(const StridedView& view, int b, const Span& span, int h,
                                            const float (&x)[kCount], float scale, int columns, int row, int lane) {
   if (view.is_float) {
-    store_float_rows<kCount / 4, true>(view, b, span, h, row, columns, lane,
+    StridedView from_first = view;
+    if constexpr (kFirst > 0) from_first.ptr = static_cast<float*>(view.ptr) + kFirst;
+    store_float_rows<kCount / 4, true>(from_first, b, span, h, row, columns - kFirst, lane,
                                        [&](int j, int i) { return x[4 * j + i] * scale; });
     return;
   }
@@ -236,7 +238,7 @@ __device__ __forceinline__ void store_rows(const StridedView& view, int b, const
         words[i] = ptx::pack2<E>(x[at] * scale, x[at + 1] * scale);
       }
       transpose_quad(words, q);
-      const int column = 32 * j + 8 * q;
+      const int column = kFirst + 32 * j + 8 * q;
       if (row + 8 * half < span.length && column < columns) {
         *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
       }

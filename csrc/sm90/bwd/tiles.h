@@ -10,30 +10,36 @@ inline constexpr int kBwdControlBytes = 1024;  // work tiles and barriers, above
 inline constexpr int kDqConvertThreads = 128;  // a warp for 16 of the 64 rows of a tile of queries
 
 // A CTA owns block_n keys and streams tiles of 64 queries. Its two consumer warpgroups share one block of 128 keys, 64
-// each, or (`independent`) have 128 keys each and nothing in common but the stream.
+// each, or (`independent`) have 128 keys each and nothing in common but the stream; or there is one, and two CTAs a
+// multiprocessor.
 struct BwdTile {
   bool independent;
   int stages;   // tiles of Q and of dO in the ring
   bool staged;  // dQ leaves through shared memory, else from registers
   bool makes_dq = true;
   bool stores_dq = false;  // a block has all keys: both warpgroups' parts of dQ are added in shared memory
+  int groups = 2;      // consumer warpgroups
+  int key_blocks = 2;  // of 64 keys, that an independent warpgroup has
 
-  static constexpr int kBlockM = 64, kThreads = 384, kDsBytes = kBlockM * 128 * 2;  // dS of 128 keys
+  static constexpr int kBlockM = 64, kDsBytes = kBlockM * 128 * 2;  // dS of 128 keys
+  constexpr int ds_stage_bytes() const { return kBlockM * std::min(block_n(), 128) * 2; }
   static constexpr int kOrderedKeys = 128;  // a turn, where additions to dQ have an order
-  constexpr int block_n() const { return independent ? 256 : 128; }
+  constexpr int threads() const { return 128 * (1 + groups); }
+  constexpr int ctas() const { return groups == 1 ? 2 : 1; }  // a multiprocessor
+  constexpr int block_n() const { return independent ? 64 * key_blocks * groups : 128; }
   // Tiles by which, with static scheduling, a block of keys starts its walk later than the block before. Where warpgroups
   // cooperate that gains nothing, and few rows lose by it.
   constexpr int rotation() const { return independent ? block_n() / kBlockM : 0; }
   constexpr int kv_bytes(int d) const { return tile_bytes(block_n(), d); }
   constexpr int stage_bytes(int d) const { return 2 * tile_bytes(kBlockM, d); }
-  constexpr int ds_stages() const { return !makes_dq ? 0 : independent ? 2 : 3; }
-  constexpr int ds_bytes() const { return (independent ? 2 * ds_stages() : ds_stages()) * kDsBytes; }
+  constexpr int ds_stages() const { return !makes_dq ? 0 : key_blocks == 1 ? 1 : independent ? 2 : 3; }
+  constexpr int ds_bytes() const { return (independent ? groups * ds_stages() : ds_stages()) * ds_stage_bytes(); }
   constexpr int stats_bytes() const { return stages * kBlockM * 8; }
   constexpr int staging_bytes() const { return staged ? 8 * 4096 : 0; }
   static constexpr int kControlBytes = 896;  // work tiles and barriers
   // Of bwd/dq_pool_convert.cuh: each of two warps has stages for pieces of dQ; zeros for both.
   constexpr bool adds_dq() const { return makes_dq && !stores_dq; }  // to sums in memory
-  constexpr int exchange_bytes() const { return stores_dq ? kBlockM * 64 * 4 : 0; }
+  constexpr int exchange_bytes() const { return stores_dq && groups == 2 ? kBlockM * 64 * 4 : 0; }
   static constexpr int kPieceBytes = 2048, kConverters = 2, kZeroBytes = kPieceBytes / 2;
   constexpr int piece_stages() const { return !adds_dq() ? 0 : independent ? 3 : 4; }
   constexpr int converter_bytes() const { return piece_stages() * kPieceBytes; }
@@ -56,8 +62,13 @@ inline constexpr BwdTile kShortKeysTile = {false, 4, true, false};
 // are.
 inline constexpr int kStoredHeadDim = 64;
 inline constexpr BwdTile kStoredTile = {true, 4, false, true, true};
+// The same for sequences that one warpgroup has, of at most 128 keys, or 64 above head_dim 64. Packed ones that have more add
+// to sums in memory.
+constexpr BwdTile stored_short_tile(int d) { return {true, 2, false, true, true, 1, d <= 64 ? 2 : 1}; }
 
 static_assert(kStoredTile.smem_bytes(kStoredHeadDim) <= kSmemLimitLarge &&
+              2 * stored_short_tile(64).smem_bytes(64) <= kSmemLimitLarge - 2048 &&
+              2 * stored_short_tile(128).smem_bytes(128) <= kSmemLimitLarge - 2048 &&
               bwd_tile(64).smem_bytes(64) <= kSmemLimitLarge && bwd_tile(128).smem_bytes(128) <= kSmemLimitLarge &&
               kShortKeysTile.smem_bytes(kShortHeadDim) <= kSmemLimitLarge);
 

@@ -79,7 +79,6 @@ template <typename T, typename Args, typename Shared, typename Bars>
 __device__ __forceinline__ void schedule_bwd_work(const Args& a, Shared& shared, Bars bars) {
   const BwdArgs& plain = a.plain;
   const bool dynamic = plain.scheduler.counter != nullptr;
-  if (dynamic && ptx::fresh_lane() == 0) claim_counter(plain.scheduler);
   // Registers are short: counts of work tiles with tiles to visit, and of published chunks, are in shared memory.
   if (ptx::fresh_lane() == 0) shared.work_tiles_found = shared.chunks_found = 0;
   __syncwarp();

@@ -39,7 +39,7 @@ struct SplitTraits {
   static constexpr int kMaskReaders = kQueries ? 8 : 4, kMaskStages = kPlain ? 0 : 2,
                        kMaskWordBytes = 4 * 32 * kMaskReaders;
   // Asked for by schedule_work() of bwd/produce.cuh.
-  static constexpr bool kOrdered = false, kPool = false, kDivides = false, kSchedulerLoadsKeys = false;
+  static constexpr bool kOrdered = false, kPool = false, kDivides = false, kUnits = false, kSchedulerLoadsKeys = false;
 };
 
 // The kernel of dK and dV.

@@ -12,10 +12,11 @@ namespace flash_ext::sm90 {
 // lse and delta; nothing is added to memory, so there is nothing else to prepare.
 template <typename E, int Dv, int kBlockM>
 __global__ void __launch_bounds__(kPassThreads)
-    row_stats_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ Grid grid, int tiles_per_head) {
+    row_stats_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ TileGrid grid) {
   ptx::allow_next_kernel();
-  const QueryTile tile = locate_tile<kBlockM>(p, grid, tiles_per_head);
-  if (tile.w.active && !tile.outside) store_row_stats<E, Dv, kBlockM>(p, tile);
+  for_query_tiles<kBlockM>(p, grid, [&](const QueryTile& tile) {
+    if (!tile.outside) store_row_stats<E, Dv, kBlockM>(p, tile);
+  });
 }
 
 template <int D, int Dv>
@@ -23,8 +24,8 @@ std::string launch_row_stats(const BwdCall& c, const Launch& l) {
   constexpr int kBlockM = D <= 128 ? BwdTile::kBlockM : split_bwd_tile(D, Dv).block_m;
   static_assert(D != Dv || split_mod_tile(D).block_m == kBlockM);
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
-    return launch_planned(l, row_stats_kernel<E, Dv, kBlockM>, kPassThreads, 0, c.p.stream, c.hopper(), l.grid,
-                          static_cast<int>(query_tiles_per_head(c.p.problem, kBlockM)));
+    return launch_planned(l, row_stats_kernel<E, Dv, kBlockM>, kPassThreads, 0, c.p.stream, c.hopper(),
+                          tile_grid(c, l, kBlockM));
   });
 }
 

@@ -57,7 +57,6 @@ __device__ __forceinline__ void schedule_work(const Args& a, const FwdMaps& maps
   const Problem& p = a.p.problem;
   const int lane = threadIdx.x % 32;
   const bool dynamic = a.scheduler.counter != nullptr;
-  if (dynamic && lane == 0) claim_counter(a.scheduler);
   PipelineState<T::kQStages> q_ring;
   PipelineState<T::kWorkStages> work_ring;
   q_ring.phase = 1;  // the first wait for an empty stage passes
@@ -130,7 +129,7 @@ __device__ __forceinline__ void schedule_work(const Args& a, const FwdMaps& maps
       }
     }
     uint32_t next = index + gridDim.x;
-    if (dynamic && lane == 0) next = fetch_work_tile(a.scheduler);
+    if (dynamic && lane == 0) next = claim_and_fetch(a.scheduler, index);
     index = dynamic ? __shfl_sync(ptx::kFullWarp, next, 0) : next;
   }
   wait(bars.q_empty(q_ring.stage), q_ring.phase);
@@ -187,6 +186,8 @@ __device__ __forceinline__ void load_tiles(const FwdArgs& a, const FwdMaps& maps
     }
   }
   if (v_h >= 0) load_v(v_at, v_h);
+  // Which adds the parts up. Earlier it would take room from CTAs that load.
+  if constexpr (std::is_same_v<Tile, PartTile>) ptx::allow_next_kernel();
 }
 
 }  // namespace flash_ext::sm90

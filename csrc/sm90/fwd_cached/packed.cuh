@@ -260,7 +260,6 @@ __device__ __forceinline__ void schedule_packed_work(const typename T::Args& a, 
     return rows() > a.served.above && rows() <= a.served.upto;
   };
   if constexpr (!T::kCutsQueries) clear_unused_rows<T>(a, smem, threadIdx.x % 32);
-  if (is_first_lane()) claim_counter(a.scheduler);
   PipelineState<T::kQStages> q_ring;
   PipelineState<T::kWorkStages> work_ring;
   q_ring.phase = 1;
@@ -303,7 +302,7 @@ __device__ __forceinline__ void schedule_packed_work(const typename T::Args& a, 
           }
           q_ring.advance();
           static_assert(T::kWorkStages % 2 == 0);  // stages then tell the phase of work_ending
-          wait(bars.work_ending(), work_ring.stage % 2);
+          if (a.scheduler.counter != nullptr) wait(bars.work_ending(), work_ring.stage % 2);
           work_ring.advance();
         }
       }

@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_cached_tiles(const CachedFwdArgs& a, const 
 #pragma unroll 1
   while (true) {
     const WorkTile& work = wait_for_work<T>(work_tiles, bars, work_ring);
-    if (work.w.block < 0) return;
+    if (work.w.block < 0) break;
     work_ring.advance();
     const CachedKeys keys = CachedKeys::of(a.p.problem, a.cache, work.w.b);
     const int h_k = T::kPacked ? work.w.h : static_cast<int>(divide(work.w.h, a.grid.shared));
@@ -102,6 +102,7 @@ __device__ __forceinline__ void load_cached_tiles(const CachedFwdArgs& a, const 
       ring.advance();
     }
   }
+  if constexpr (kIsV && T::kParts) ptx::allow_next_kernel();  // which adds the parts up
 }
 
 }  // namespace flash_ext::sm90

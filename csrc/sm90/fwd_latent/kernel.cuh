@@ -52,13 +52,14 @@ __device__ __forceinline__ void load_latents(const PackedFwdArgs& a, const FwdMa
 #pragma unroll 1
   while (true) {
     const WorkTile& work = wait_for_work<T>(work_tiles, bars, work_ring);
-    if (work.w.block < 0) return;
+    if (work.w.block < 0) break;
     work_ring.advance();
     const CachedKeys keys = CachedKeys::of(a.p.problem, a.cache, work.w.b);
     const int begin = work.blocks.begin, tiles = work.blocks.end - begin;
 #pragma unroll 1
     for (int left = tiles; left > 0; --left) {
-      if (left == min(kFetchAhead, tiles) && lane == 0) ptx::mbarrier_arrive(bars.work_ending());
+      const bool dynamic = a.scheduler.counter != nullptr;
+      if (dynamic && left == min(kFetchAhead, tiles) && lane == 0) ptx::mbarrier_arrive(bars.work_ending());
       const int own_row = min(lane * a.piece_rows, T::kBlockN - a.piece_rows);
       const PiecePlace own = PiecePlace::of(keys, a.cache, a.p.k, a.k_row_bytes, 0,
                                             (begin + left - 1) * T::kBlockN + own_row, a.piece_rows);
@@ -80,6 +81,7 @@ __device__ __forceinline__ void load_latents(const PackedFwdArgs& a, const FwdMa
       ring.advance();
     }
   }
+  ptx::allow_next_kernel();  // which adds the parts up
 }
 
 // What the warpgroup whose turn it is hands to the other one: weights thread by thread, maxima row by row.

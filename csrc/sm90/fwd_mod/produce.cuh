@@ -122,7 +122,6 @@ __device__ __forceinline__ void schedule_mod_work(const FwdModArgs& a, const Fwd
                                                   ModShared<T>& shared, ModBarriers<T> bars) {
   const FwdArgs& plain = a.plain;
   const bool dynamic = plain.scheduler.counter != nullptr;
-  if (dynamic && ptx::fresh_lane() == 0) claim_counter(plain.scheduler);
   // Registers are short: counts of work tiles with tiles to visit, and of published chunks, modulo 2^16.
   uint32_t counts = 0;
   const auto work_tiles = [&] { return static_cast<int>(counts >> 16); };

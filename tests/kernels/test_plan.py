@@ -133,6 +133,29 @@ def test_launches_say_their_variant_and_what_becomes_of_dq(
     assert {name: found[name] for name in ("variant", "dq") if name in found} == words
 
 
+@pytest.mark.parametrize("words, one_each, several",
+                         [
+                             ("fwd causal head_dim=64 seqlen=100", "heads=8", "heads=500"),
+                             ("fwd causal alibi seqlen=300", "heads=8", "heads=500"),
+                             ("fwd fp8 causal seqlen=300", "heads=8", "heads=500"),
+                             ("fwd pages seqlen=16/8192 heads=32/8", "batch=1", "batch=17"),
+                             ("fwd seqlen=16/8192 heads=32/8", "batch=16", "batch=17"),
+                             ("bwd causal seqlen=1024 head_dim=256", "heads=8", "heads=500"),
+                             ("bwd causal seqlen=1024 key_padding", "heads=8", "heads=500"),
+                             ("bwd causal seqlen=1024", "heads=8", "heads=500"),
+                         ])  # fmt: skip
+def test_ctas_with_one_work_tile_fetch_none(words: str, one_each: str, several: str) -> None:
+    """Work tiles of unequal length are fetched from a counter, which costs the launch 2 us."""
+
+    def fetches(more: str) -> set[bool]:
+        plan = planned.plan(f"{words} {more} {H200}")
+        found = {one["dynamic"] for one in plan["launches"] if "dynamic" in one}
+        assert True not in found or "tile_counters" in plan["workspace"]
+        return found
+
+    assert fetches(one_each) <= {False} and True in fetches(several)
+
+
 def test_no_row_is_left_out() -> None:
     named = {wanted["row"] for wanted in TABLE[EVERY_ROW].values()}
     assert named == {row for _, row, _ in _C.plan_rows()}

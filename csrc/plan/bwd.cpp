@@ -23,6 +23,7 @@ bool supports_short(Req r, Dev d) { return is_short_bwd(r.problem, d, r.constrai
 bool supports_split(Req r, Dev d) { return tma_bwd(r, d) && is_wide(r); }
 bool supports_fused(Req r, Dev d) { return tma_bwd(r, d) && !is_wide(r); }
 bool supports_whole_keys(Req r, Dev d) { return supports_fused(r, d) && r.problem.total_k > 0 && stores_dq(r, d); }
+bool supports_stored_short(Req r, Dev d) { return supports_whole_keys(r, d) && sm90::has_stored_short(r.problem); }
 bool supports_stored(Req r, Dev d) { return supports_fused(r, d) && sm90::has_stored_dq(r.problem, r.constraints); }
 bool supports_atomic(Req r, Dev d) { return supports_fused(r, d) && !r.deterministic; }
 bool supports_pool(Req r, Dev d) {
@@ -30,7 +31,6 @@ bool supports_pool(Req r, Dev d) {
 }
 
 bool prefers_whole_keys(Req r, Dev d) { return sm90::prefers_whole_keys(r.problem, d, r.constraints); }
-bool supports_stored_short(Req r, Dev d) { return supports_whole_keys(r, d) && sm90::has_stored_short(r.problem); }
 bool prefers_short(Req r, Dev d) { return !supports_fused(r, d) || sm90::prefers_short_sm80(r.problem, d); }
 bool prefers_stored_short(Req r, Dev d) { return sm90::prefers_stored_short(r.problem, d, r.constraints); }
 bool prefers_stored(Req r, Dev d) { return sm90::prefers_stored_dq(r.problem, d, r.constraints); }
@@ -44,7 +44,7 @@ void add_portable_stats(const Problem& p, Plan& plan) {
   plan.workspace.stats_portable = plan.workspace.add(8 * p.total_q * p.num_heads);
 }
 
-// The first pass of the Hopper backwards: statistics of rows, and what the kernel behind it adds to.
+// Passes of the Hopper backwards. The first makes statistics of rows, and what the kernel behind it adds to.
 void push_tile_pass(Req r, Dev d, Plan& p, Launch l, int block_m, DqMode dq) {
   l.unit_heads = sm90::unit_heads_of(r.problem, r.problem.num_heads, int64_t{2} * d.num_sms);
   l.grid = sm90::unit_grid(r.problem, d, true, block_m, l.unit_heads);

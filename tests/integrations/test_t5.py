@@ -385,7 +385,7 @@ def test_compiled_model(family: str, side: str, use_cache: bool) -> None:
     model = make(family, num_layers=1)
     inputs = batch_of(family, side) | {"use_cache": use_cache}
     expected, wanted = step("eager", inputs)(model)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     use(model, NAME)
     torch.compiler.reset()
     model.zero_grad()

@@ -145,7 +145,7 @@ def test_launches_say_their_variant_and_what_becomes_of_dq(
                              ("bwd causal seqlen=1024", "heads=8", "heads=500"),
                          ])  # fmt: skip
 def test_ctas_with_one_work_tile_fetch_none(words: str, one_each: str, several: str) -> None:
-    """Work tiles of unequal length are fetched from a counter, which costs the launch 2 us."""
+    """Work tiles of unequal length are fetched from a counter, which costs the launch 1.5 us."""
 
     def fetches(more: str) -> set[bool]:
         plan = planned.plan(f"{words} {more} {H200}")

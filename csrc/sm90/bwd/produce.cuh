@@ -141,6 +141,7 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
           wait(bars.work_empty(work_ring.stage), work_ring.phase);
           // A lane copies a word of the work tile before, but of the last one, which is the scheduler's: registers are short.
           static_assert(sizeof(BwdWorkTile) <= 4 * 32 && T::kWorkStages == 2);
+          static_assert(offsetof(BwdWorkTile, round) + 8 == sizeof(BwdWorkTile), "share and index are the last word");
           if (const int word = ptx::fresh_lane(); word + 1 < static_cast<int>(sizeof(BwdWorkTile) / 4)) {
             reinterpret_cast<uint32_t*>(&work_tiles[work_ring.stage])[word] =
                 reinterpret_cast<const uint32_t*>(&work_tiles[work_ring.stage ^ 1])[word];

@@ -17,7 +17,7 @@ struct BwdTile {
   int stages;   // tiles of Q and of dO in the ring
   bool staged;  // dQ leaves through shared memory, else from registers
   bool makes_dq = true;
-  bool stores_dq = false;  // a block has all keys: both warpgroups' parts of dQ are added in shared memory
+  bool stores_dq = false;  // a block has all keys; of two warpgroups the parts of dQ are added in shared memory
   int groups = 2;      // consumer warpgroups
   int key_blocks = 2;  // of 64 keys, that an independent warpgroup has
 
@@ -66,6 +66,7 @@ inline constexpr BwdTile kStoredTile = {true, 4, false, true, true};
 // to sums in memory.
 constexpr BwdTile stored_short_tile(int d) { return {true, 2, false, true, true, 1, d <= 64 ? 2 : 1}; }
 
+// The hardware keeps 1 KB for each CTA.
 static_assert(kStoredTile.smem_bytes(kStoredHeadDim) <= kSmemLimitLarge &&
               2 * stored_short_tile(64).smem_bytes(64) <= kSmemLimitLarge - 2048 &&
               2 * stored_short_tile(128).smem_bytes(128) <= kSmemLimitLarge - 2048 &&

@@ -284,8 +284,7 @@ def _attend(
     """Dense attention of float64 tensors laid out as (batch, seqlen, heads, features)."""
     group = q.shape[2] // max(k.shape[2], 1)
     q = q.transpose(1, 2)
-    k = k.repeat_interleave(group, dim=2).transpose(1, 2)
-    v = v.repeat_interleave(group, dim=2).transpose(1, 2)
+    k, v = (t.unsqueeze(3).expand(-1, -1, -1, group, -1).flatten(2, 3).transpose(1, 2) for t in (k, v))
     batch, num_heads, seqlen_q, _ = q.shape
     seqlen_k = k.shape[2]
 

@@ -10,12 +10,14 @@ So every element gets its own standard deviation, from the roundings that the al
 Weights below the normal range of fp32 are lost altogether: see WEIGHT_FLUSH.
 
 The gradients are explicit formulas here, not autograd, and all sequences of a packed batch are computed at
-once in padded form; test_harness.py holds them against tests.reference, which shares no code with this.
+once in padded form, where their scores are not too many (LARGEST_MATRIX); test_harness.py holds them against
+tests.reference, which shares no code with this.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +39,9 @@ HALF_WAY = 1.25
 # units of noise, a must be counted 1.35 times. 2 leaves room for tensors of a few elements that are all just
 # below.
 WEIGHT_FLUSH = 2 * 2.0**-126
+# Scores of several heads are formed together while they are no more than these, 256 MiB in float64. About ten
+# such matrices live at once, and 16 processes share the memory of a GPU.
+LARGEST_MATRIX = 2**25
 
 
 @dataclass
@@ -58,7 +63,7 @@ class Truth:
 
 @dataclass
 class _Padded:
-    """A case as one dense batch: q, dout (b, h, mq, .), k, v (b, h, mk, .) with key heads repeated."""
+    """A case as one dense batch, or a part of it: q, dout (b, h, mq, .), k, v (b, h_k, mk, .)."""
 
     q: Tensor
     k: Tensor
@@ -70,17 +75,78 @@ class _Padded:
     valid_q: Tensor  # (b, mq) bool
     rows_k: Tensor
     valid_k: Tensor
+    key_head: Tensor  # (1, h) which of those in k and v each head reads
+
+    def cut(self, dim: int, first: int) -> list[_Padded]:
+        """What has the first few batch entries (``dim`` 0) or heads (1), and what has the others; views."""
+        names = ["q", "dout", "dlse"]
+        names += ["k", "v", "visible", "rows_q", "valid_q", "rows_k", "valid_k"] if dim == 0 else ["key_head"]
+        halves = zip(*(t.tensor_split((first,), dim) for t in (getattr(self, name) for name in names)))
+        return [replace(self, **dict(zip(names, half))) for half in halves]
+
+
+class _Found(NamedTuple):
+    """What comes of matrices of scores, by name of a result, (b, h or h_k, rows, .).
+
+    ``variance`` is without the rounding of gradients themselves, and of lse it is the largest error.
+    ``by_delta`` is what errors of delta have in it. ``sums`` of a backward go over all rows and heads.
+    """
+
+    value: dict[str, Tensor]
+    variance: dict[str, Tensor]
+    by_delta: dict[str, Tensor]
+    sums: dict[str, Tensor]
 
 
 def compute_truth(inputs: Inputs, backward: bool) -> Truth:
-    """Truth of one case. Memory: about ten float64 tensors of (batch, num_heads, max_q, max_k)."""
+    """Truth of one case. Memory: about ten matrices of LARGEST_MATRIX, and q, k, v and the results."""
     case = inputs.case
     if case.torch_dtype not in UNIT_ROUNDOFF:
         raise ValueError(f"the noise model covers fp16 and bf16, got {case.dtype}")
     padded = _pad(inputs)
     u, floor = UNIT_ROUNDOFF[case.torch_dtype], UNDERFLOW[case.torch_dtype]
+    value, variance, by_delta, sums = _find(padded, case, backward)
+    noise = {"out": variance["out"].sqrt(), "lse": variance["lse"]}
+    if backward:
+        alike = _group(case) if sums["weight alike"] > 0.5 * sums["weight"] else 1
+        for name in ("dk", "dv"):
+            variance[name] *= alike
+        by_delta["dk"] *= alike
+        for name in ("dq", "dk", "dv"):
+            noise[name] = (variance[name] + u**2 * value[name] ** 2 + floor**2).sqrt()
+
+    independent = _count_independent(padded, case, value, noise, by_delta, sums)
+    value = {name: _unpad(name, t, padded, inputs) for name, t in value.items()}
+    noise = {name: _unpad(name, t, padded, inputs) for name, t in noise.items()}
+    if case.is_packed:  # rows of no sequence
+        outside = torch.ones(inputs.q.shape[0], dtype=torch.bool, device=inputs.q.device)
+        outside[padded.rows_q[padded.valid_q]] = False
+        value["lse"][:, outside] = float("-inf")
+    truth = Truth(value, noise, {}, independent)
+    _plant_special_values(truth, padded, inputs)
+    return truth
+
+
+def _find(padded: _Padded, case: Case, backward: bool) -> _Found:
+    """Of halves where a matrix of scores would be too large, first of the batch, then of the heads.
+
+    One head is not divided, nor in a backward those of one key head, whose dk and dv are their sums.
+    """
+    batch, heads = padded.q.shape[:2]
+    together = _group(case) if backward else 1
+    dim, first = (0, batch // 2) if batch > 1 else (1, heads // (2 * together) * together)
+    if not first or batch * heads * padded.visible.shape[2:].numel() <= LARGEST_MATRIX:
+        return _find_at_once(padded, case, backward)
+    a, b = (_find(half, case, backward) for half in padded.cut(dim, first))
+    joined = [{name: torch.cat((x[name], y[name]), dim) for name in x} for x, y in zip(a[:-1], b[:-1])]
+    return _Found(*joined, {name: a.sums[name] + b.sums[name] for name in a.sums})
+
+
+def _find_at_once(padded: _Padded, case: Case, backward: bool) -> _Found:
+    u, floor = UNIT_ROUNDOFF[case.torch_dtype], UNDERFLOW[case.torch_dtype]
     scale, visible = case.scale, padded.visible
-    q, k, v, dout = padded.q, padded.k, padded.v, padded.dout
+    q, dout = padded.q, padded.dout
+    k, v = (t.index_select(1, padded.key_head[0]) for t in (padded.k, padded.v))
 
     scores = (scale * (q @ k.mT)).masked_fill(~visible, float("-inf"))
     lse = (
@@ -100,46 +166,36 @@ def compute_truth(inputs: Inputs, backward: bool) -> Truth:
     out = p @ v
     out_var = u**2 * (out**2 + p2 @ v2) + tilt**2 * (p @ v2) + floor**2 * (HALF_WAY**2 + seen @ v2)
     value = {"out": out, "lse": lse}
-    noise = {
-        "out": out_var.sqrt(),
+    variance = {
+        "out": out_var,
         "lse": 3e-6 * reach.clamp(min=1) + 2.0**-23 * lse.abs().masked_fill(lse.isinf(), 0),
     }
+    if not backward:
+        return _Found(value, variance, {}, {})
 
-    by_delta: dict[str, Tensor] = {}
-    if backward:
-        delta = (dout * out).sum(-1, keepdim=True) - padded.dlse
-        dp = dout @ v.mT - delta
-        ds = p * dp
-        delta_var = (dout2 * out_var).sum(-1, keepdim=True)
-        rounding = u**2 + tilt**2
-        # The last part is lost below any precision.
-        ds_var = rounding * ds**2 + seen * (floor**2 + WEIGHT_FLUSH**2 * dp**2)
-        p_var = rounding * p2 + seen * max(floor, WEIGHT_FLUSH) ** 2
-        dq, dk, dv = scale * (ds @ k), scale * (ds.mT @ q), p.mT @ dout
-        dq_by_delta = scale**2 * delta_var * (p @ k) ** 2
-        dk_by_delta = scale**2 * ((delta_var * p2).mT @ q2)
-        dq_var = scale**2 * (ds_var @ k2) + dq_by_delta
-        dk_var = scale**2 * (ds_var.mT @ q2) + dk_by_delta
-        dk, dk_var, dk_by_delta, dv, dv_var = (
-            _sum_groups(t, case) for t in (dk, dk_var, dk_by_delta, dv, p_var.mT @ dout2)
-        )
-        alike = _alike_in_group(p, dout, case)
-        dk_var, dk_by_delta, dv_var = (t * alike for t in (dk_var, dk_by_delta, dv_var))
-        for name, t, var in (("dq", dq, dq_var), ("dk", dk, dk_var), ("dv", dv, dv_var)):
-            value[name] = t
-            noise[name] = (var + u**2 * t**2 + floor**2).sqrt()
-        by_delta = {"dq": dq_by_delta, "dk": dk_by_delta}
-
-    independent = _count_independent(padded, p, case, value, noise, by_delta)
-    value = {name: _unpad(name, t, padded, inputs) for name, t in value.items()}
-    noise = {name: _unpad(name, t, padded, inputs) for name, t in noise.items()}
-    if case.is_packed:  # rows of no sequence
-        outside = torch.ones(inputs.q.shape[0], dtype=torch.bool, device=q.device)
-        outside[padded.rows_q[padded.valid_q]] = False
-        value["lse"][:, outside] = float("-inf")
-    truth = Truth(value, noise, {}, independent)
-    _plant_special_values(truth, padded, inputs)
-    return truth
+    delta = (dout * out).sum(-1, keepdim=True) - padded.dlse
+    dp = dout @ v.mT - delta
+    ds = p * dp
+    delta_var = (dout2 * out_var).sum(-1, keepdim=True)
+    rounding = u**2 + tilt**2
+    # The last part is lost below any precision.
+    ds_var = rounding * ds**2 + seen * (floor**2 + WEIGHT_FLUSH**2 * dp**2)
+    p_var = rounding * p2 + seen * max(floor, WEIGHT_FLUSH) ** 2
+    dq, dk, dv = scale * (ds @ k), scale * (ds.mT @ q), p.mT @ dout
+    dq_by_delta = scale**2 * delta_var * (p @ k) ** 2
+    dk_by_delta = scale**2 * ((delta_var * p2).mT @ q2)
+    dq_var = scale**2 * (ds_var @ k2) + dq_by_delta
+    dk_var = scale**2 * (ds_var.mT @ q2) + dk_by_delta
+    dk, dk_var, dk_by_delta, dv, dv_var = (
+        _sum_groups(t, case) for t in (dk, dk_var, dk_by_delta, dv, p_var.mT @ dout2)
+    )
+    value |= {"dq": dq, "dk": dk, "dv": dv}
+    variance |= {"dq": dq_var, "dk": dk_var, "dv": dv_var}
+    # Keys that share a row's largest weight share its rounding: a row is flat where they hold most of it.
+    tied = (p >= (1 - 1e-9) * p.amax(-1, keepdim=True)) & visible if p.shape[-1] else visible
+    flat = (tied.sum(-1) > 1) & ((p * tied).sum(-1) > 0.5)
+    sums = {"flat rows": flat.sum(), **_weigh_alike(p, dout, case)}
+    return _Found(value, variance, {"dq": dq_by_delta, "dk": dk_by_delta}, sums)
 
 
 def _pad(inputs: Inputs) -> _Padded:
@@ -167,11 +223,11 @@ def _pad(inputs: Inputs) -> _Padded:
         if not len(flat):
             return flat.new_zeros(*rows.shape, *flat.shape[1:], dtype=torch.float64).transpose(1, 2)
         t = flat[rows.clamp(max=len(flat) - 1)].double()
-        return t.masked_fill(~valid[:, :, None, None], 0).nan_to_num(0, 0, 0).transpose(1, 2)
+        return t.masked_fill_(~valid[:, :, None, None], 0).nan_to_num_(0, 0, 0).transpose(1, 2)
 
-    group = case.num_heads // max(case.num_heads_k, 1)
     q, dout = gather(inputs.q, rows_q, valid_q), gather(inputs.dout, rows_q, valid_q)
-    k, v = (gather(t, rows_k, valid_k).repeat_interleave(group, 1) for t in (inputs.k, inputs.v))
+    k, v = gather(inputs.k, rows_k, valid_k), gather(inputs.v, rows_k, valid_k)
+    key_head = torch.arange(case.num_heads, device=device)[None] // _group(case)
     dlse = torch.zeros(q.shape[:3], dtype=torch.float64, device=device)[..., None]
     if inputs.dlse is not None:
         rows_first = inputs.dlse.T if case.is_packed else inputs.dlse.transpose(1, 2)
@@ -185,38 +241,45 @@ def _pad(inputs: Inputs) -> _Padded:
         visible = visible & (column >= centre - left)
     if right >= 0:
         visible = visible & (column <= centre + right)
-    return _Padded(q, k, v, dout, dlse, visible[:, None], rows_q, valid_q, rows_k, valid_k)
+    return _Padded(q, k, v, dout, dlse, visible[:, None], rows_q, valid_q, rows_k, valid_k, key_head)
+
+
+def _group(case: Case) -> int:
+    """How many query heads share a key head; 1 where there are none."""
+    return max(case.num_heads // max(case.num_heads_k, 1), 1)
 
 
 def _sum_groups(t: Tensor, case: Case) -> Tensor:
     """Sums query heads that share a key head: (b, h, mk, d) to (b, h_k, mk, d)."""
-    return t.unflatten(1, (case.num_heads_k, -1)).sum(2) if case.num_heads else t
+    return t.unflatten(1, (-1, _group(case))).sum(2)
 
 
-def _alike_in_group(p: Tensor, dout: Tensor, case: Case) -> int:
-    """By how much the variance of a sum over a group exceeds the sum of the variances.
+def _weigh_alike(p: Tensor, dout: Tensor, case: Case) -> dict[str, Tensor]:
+    """Sums that say whether the variance of a sum over a group exceeds the sum of the variances.
 
     Query heads with the same weights and the same dout make the same errors of P and dS, and equal errors add
     up while independent ones add in quadrature: n^2 variances instead of n. Weights count as the same where
-    they differ by less than the 16-bit types can tell, which must hold for more than half of all weight.
+    they differ by less than the 16-bit types can tell, which must hold for more than half of all weight. It
+    holds for none where dout differs anywhere: NaN, which stays in a sum.
     """
-    group = case.num_heads // max(case.num_heads_k, 1)
+    group = _group(case)
+    nowhere = {"weight alike": p.new_full((), float("nan")), "weight": p.new_zeros(())}
     if group < 2:
-        return 1
-    weights, same = (t.unflatten(1, (case.num_heads_k, group)) for t in (p, dout))
+        return nowhere
+    weights, same = (t.unflatten(1, (-1, group)) for t in (p, dout))
     if not torch.equal(same, same[:, :, :1].expand_as(same)):
-        return 1
+        return nowhere
     close = (weights - weights[:, :, :1]).abs() <= 2.0**-9 * weights[:, :, :1]
-    return group if (weights * close).sum() > 0.5 * weights.sum() else 1
+    return {"weight alike": (weights * close).sum(), "weight": weights.sum()}
 
 
 def _count_independent(
     padded: _Padded,
-    p: Tensor,
     case: Case,
     value: dict[str, Tensor],
     noise: dict[str, Tensor],
     by_delta: dict[str, Tensor],
+    sums: dict[str, Tensor],
 ) -> dict[str, float]:
     """How many independent errors each result has, at least; see ``Truth``.
 
@@ -233,11 +296,8 @@ def _count_independent(
     rows = padded.visible.any(-1).sum(-1).double()  # (b, 1)
     keys = padded.visible.any(-2).sum(-1).double()
     heads = float(len(rows) * case.num_heads_k)
-    # Keys that share a row's largest weight share its rounding. Where they hold most of most rows, the errors
-    # of dv differ between columns only.
-    tied = (p >= (1 - 1e-9) * p.amax(-1, keepdim=True)) & padded.visible
-    flat = (tied.sum(-1) > 1) & ((p * tied).sum(-1) > 0.5)
-    flat = bool(flat.sum() > 0.5 * case.num_heads * rows.sum())
+    # Where most rows are flat, the errors of dv differ between columns only.
+    flat = "dv" in value and bool(sums["flat rows"] > 0.5 * case.num_heads * rows.sum())
     found: dict[str, float] = {}
     for name, second, lines in (
         ("out", padded.v, rows),
@@ -248,7 +308,9 @@ def _count_independent(
         if name not in value:
             continue
         by_head = _directions(second) * lines
-        if name in ("dk", "dv"):
+        if name in ("out", "dq"):
+            by_head = by_head.index_select(1, padded.key_head[0])
+        else:
             by_head = by_head.unflatten(1, (case.num_heads_k, -1)).amin(2)
         count = min(float(by_head.sum()), distinct(value[name]))
         if name in by_delta:
@@ -322,7 +384,7 @@ def _plant_special_values(truth: Truth, padded: _Padded, inputs: Inputs) -> None
                 truth.unspecified[name] = hidden
                 first[name][keys, 0] = nan
         return
-    key, group = lengths[1] // 2, case.num_heads // case.num_heads_k
+    key, group = lengths[1] // 2, _group(case)
     rows = seen[: lengths[0], key]
     hidden = torch.zeros_like(truth.value["out"], dtype=torch.bool)
     block = (hidden if case.is_packed else hidden[0])[: lengths[0], :group, 0]

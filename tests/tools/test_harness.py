@@ -23,7 +23,7 @@ from tests.judge import RMS_LIMIT, rms_limit
 from tests.reference import attention_reference
 from tests.sampled import Pair, Sequence, backward_keys, backward_rows, corner_samples, forward_rows
 from tests.tools import large
-from tests.truth import compute_truth
+from tests.truth import _find_at_once, compute_truth
 
 CPU = harness.TARGETS["cpu"]
 
@@ -166,6 +166,39 @@ def test_equal_heads_of_a_group_err_alike() -> None:
         x.dout.copy_(x.dout[:, :, :1].clone() if heads == 1 else noise[0][1].expand_as(x.dout))
         noise.append((compute_truth(x, backward=True).noise["dv"], x.dout))
     torch.testing.assert_close(noise[1][0], 7 * noise[0][0])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        dense(3, 9, 15, 6, 2, 8, dlse=True, data="nan_row"),
+        dense(1, 9, 15, 7, 1, 8, data="zero_q", dout_layout="expanded"),
+        packed([5, 0, 40], [9, 3, 41], num_heads=6, num_heads_k=2, head_dim=24, tail=7, causal=True),
+        packed([5, 9], [9, 9], num_heads=4, num_heads_k=2, head_dim=8, data="zero_q", dout_layout="expanded"),
+    ],
+)
+def test_parts_of_the_truth_are_the_whole(case: Case, backward: bool, monkeypatch) -> None:
+    """However few scores may be held: entries and heads one by one, in a backward those of a key head."""
+    x, parts = make_inputs(case, "cpu"), []
+
+    def find_at_once(padded, *rest):
+        parts.append(tuple(padded.q.shape[:2]))
+        return _find_at_once(padded, *rest)
+
+    monkeypatch.setattr("tests.truth._find_at_once", find_at_once)
+    whole = compute_truth(x, backward)
+    batch = len(list(case.sequences()))
+    assert parts == [(batch, case.num_heads)]
+    parts.clear()
+    monkeypatch.setattr("tests.truth.LARGEST_MATRIX", 1)
+    divided = compute_truth(x, backward)
+    together = case.num_heads // case.num_heads_k if backward else 1
+    assert parts == [(1, together)] * (batch * case.num_heads // together)
+    for found, wanted in ((divided.value, whole.value), (divided.noise, whole.noise)):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14, equal_nan=True)
+    assert divided.independent == pytest.approx(whole.independent, rel=1e-12)
+    assert divided.unspecified.keys() == whole.unspecified.keys()
 
 
 def test_lost_key_is_noticed_in_a_long_row(model) -> None:

@@ -13,9 +13,10 @@ from ._masks.biases import Bias
 from ._masks.value import Mask
 from ._ops import plan as plans
 from ._ops.arguments import Asked, modifiers_of
+from ._ops.described import described
 from ._ops.dispatch import operator_options
 from ._ops.library import _C
-from ._ops.modifiers import Modifiers
+from ._ops.spec import default_scale
 from ._ops.words import refuse_unknown
 
 
@@ -27,7 +28,9 @@ class Explanation:
         backend: "sm90", "sm80" or "cpu"; None if none serves the call.
         forward, backward: plans: the row of the table of kernels and its evidence, launches with kernel, tile
             and grid, workspace in bytes. Empty on the CPU. The backward is that of q, k, v and, where they
-            want a gradient, bias, slopes and sinks.
+            want a gradient, bias, slopes and sinks. "assumed" says in sentences what the plan has otherwise
+            than the call, as a bias with heads of its own where they share one: kernels and workspace of the
+            call may differ from such a plan. Without such sentences they are those of the plan.
         why_not: the reasons of the other backends, by name.
     """
 
@@ -68,7 +71,7 @@ def explain(
 ) -> Explanation:
     """Which backend, kernels, tiles and workspace a call of :func:`attention` would take, and why not others.
 
-    Nothing runs, and no tensor's values are read.
+    No attention runs. A mask without a call yet is prepared, as its first call would do it.
 
     Source:
         The tables of ``csrc/plan/``, which calls themselves follow.
@@ -76,7 +79,9 @@ def explain(
     Args:
         q, k, v, cu_seqlens_q, cu_seqlens_k: as in :func:`attention` or, with both cu_seqlens, as in
             :func:`attention_varlen`.
-        causal, window_size, scale, mask, bias, sinks, softcap, dropout_p, deterministic, backend: as there.
+        causal, window_size, scale, mask, sinks, softcap, dropout_p, deterministic, backend: as there.
+        bias: as there, and read as it is given. The first call of a DenseBias reads it so. Later ones on a
+            GPU read a copy that it keeps, if its rows do not begin on 16 bytes.
         gpu: "9.0/132" explains for a GPU of that compute capability and so many multiprocessors, wherever the
             tensors are; None for the device of q.
 
@@ -96,52 +101,37 @@ def explain(
         why = "the tensors are on the CPU"
         return Explanation("cpu", {}, {}, {"sm90": why, "sm80": why})
     packed = cu_seqlens_q is not None
-    names = [] if mods is None else _names_of(mods)
     numbers: dict[str, Any] = {
         "dtype": str(q.dtype).removeprefix("torch."),
         "batch": len(cu_seqlens_q) - 1 if cu_seqlens_q is not None else q.shape[0],
         "seqlen_q": q.shape[0] if packed else q.shape[1], "seqlen_k": k.shape[0] if packed else k.shape[1],
         "num_heads": q.shape[-2], "num_heads_k": k.shape[-2], "head_dim": q.shape[-1],
         "head_dim_v": v.shape[-1], "packed": packed, "window_size_left": left, "window_size_right": right,
-        "deterministic": bool(deterministic), "backend": backend, "tma": all(map(_is_tma_ready, (q, k, v))),
+        "deterministic": bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
+        "backend": backend, "tma": all(map(_is_tma_ready, (q, k, v))),
         "device": q.device.index or 0, "gpu": plans.facts(gpu) if gpu else None,
     }  # fmt: skip
-    shown = {"call": " ".join(["packed" if packed else "dense", *names]), "gpu": gpu or str(q.device)}
-    forward = {**shown, **_C.plan("fwd", modifiers=names, **numbers)}
-    wanted = set() if mods is None else _wanted_gradients(mods)
-    own = [f"{name}_gradient" if name in wanted else name for name in names]
-    backward = {**shown, **_C.plan("bwd", modifiers=own, **numbers)}
+    own_scale = default_scale(q.shape[-1]) if scale is None else scale
+
+    def planned(direction: str) -> dict[str, Any]:
+        words, assumed = described(
+            q, k, cu_seqlens_q, mods, own_scale, of_backward=direction == "bwd", on_another_gpu=bool(gpu)
+        )
+        call = " ".join(["packed" if packed else "dense", *words])
+        plan = _C.plan(direction, modifiers=words, **numbers)
+        return {"call": call, "gpu": gpu or str(q.device), "assumed": assumed, **plan}
+
+    forward, backward = planned("fwd"), planned("bwd")
     why_not = {name: why for name, why in forward["reasons"].items() if why}
     if forward["backend"] == "sm80" and "sm80" not in (backend or "") and not numbers["tma"]:
-        why_not.setdefault("sm90", "a row or head of q, k or v does not begin on 16 bytes")
+        why = "a row or head of q, k or v does not begin on 16 bytes, or one row stands for all"
+        why_not.setdefault("sm90", why)
     return Explanation(forward["backend"], forward, backward, why_not)
 
 
-def _names_of(mods: Modifiers) -> list[str]:
-    """The modifiers of a call in the words of plans."""
-    bias, mask = mods.bias, mods.mask
-    # As condensed (csrc/condensed.h) one row has two words of summary behind it.
-    is_row = mask is not None and mask.shape[2] == (1 if mask.dtype == torch.bool else 3)
-    found = {
-        "softcap": mods.softcap > 0, "alibi": mods.slopes is not None,
-        "bias": bias is not None and bias.dim() == 4, "relative": bias is not None and bias.dim() == 3,
-        "dropout": mods.dropout_p > 0, "key_padding": is_row,
-        "mask": mask is not None and not is_row, "blocks": mods.blocks is not None,
-        "documents": mods.document_q is not None, "hidden_rows": mods.hidden_rows is not None,
-        "hidden_keys": mods.hidden_keys is not None, "chunk": mods.chunk > 0,
-        "prefix": mods.prefix_lens is not None, "sink_tokens": mods.sink_tokens > 0,
-        "sinks": mods.sinks is not None,
-    }  # fmt: skip
-    return [name for name, is_there in found.items() if is_there]
-
-
-def _wanted_gradients(mods: Modifiers) -> set[str]:
-    """Those of the names of a call whose tensors want a gradient."""
-    tensors = {"bias": mods.bias, "relative": mods.bias, "alibi": mods.slopes, "sinks": mods.sinks}
-    return {name for name, t in tensors.items() if t is not None and t.requires_grad}
-
-
 def _is_tma_ready(t: Tensor) -> bool:
-    """Whether the tensor copy engine can read it: rows and heads that begin on 16 bytes."""
+    """Whether the tensor copy engine can read it: rows and heads on 16 bytes, and not one row for all."""
     strides = (stride for stride, size in zip(t.stride()[:-1], t.shape[:-1]) if size > 1)
-    return t.data_ptr() % 16 == 0 and all(stride * t.element_size() % 16 == 0 for stride in strides)
+    repeats_a_row = t.shape[-3] > 1 and t.stride(-3) == 0
+    is_aligned = t.data_ptr() % 16 == 0 and all(stride * t.element_size() % 16 == 0 for stride in strides)
+    return is_aligned and not repeats_a_row

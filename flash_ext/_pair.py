@@ -15,7 +15,7 @@ from ._count import counting, tally
 from ._masks.biases import Bias
 from ._masks.value import Mask
 from ._ops.arguments import Asked
-from ._ops.dispatch import run_bwd, run_bwd_as, run_fwd_as, run_modified_bwd, run_modified_fwd
+from ._ops.dispatch import check_bounds, run_bwd, run_bwd_as, run_fwd_as, run_modified_bwd, run_modified_fwd
 from ._ops.words import refuse_unknown
 
 Gradient: TypeAlias = Literal["q", "k", "v", "bias", "slopes", "sinks"]
@@ -69,12 +69,15 @@ def forward(
         Rounded to the dtype of q, an out of ``out_dtype`` float32 is the usual one bit for bit.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as in :func:`attention`, and for another ``out_dtype``.
+        ValueError, TypeError, NotImplementedError: as in :func:`attention` and :func:`attention_varlen`, and
+            for another ``out_dtype``.
     """
     if unknown:
         refuse_unknown(forward, unknown)
     if counting:
         tally("forward")
+    if isinstance(cu_seqlens_q, Tensor) and cu_seqlens_q.is_cpu:
+        check_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
     if (
         mask is None
         and bias is None
@@ -155,13 +158,16 @@ def backward(
         deterministic.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as in :func:`attention`, and for another ``grad_dtype``.
+        ValueError, TypeError, NotImplementedError: as in :func:`attention` and :func:`attention_varlen`, and
+            for another ``grad_dtype``.
     """
     options = (max_seqlen_q, max_seqlen_k, scale, causal, window_size, deterministic, backend)
     if unknown:
         refuse_unknown(backward, unknown)
     if counting:
         tally("backward")
+    if isinstance(cu_seqlens_q, Tensor) and cu_seqlens_q.is_cpu:
+        check_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
     if (
         mask is None
         and bias is None

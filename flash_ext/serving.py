@@ -152,6 +152,8 @@ def flash_attn_varlen_func(
             "block_table and cu_seqlens_k must not be given together: seqused_k has the lengths."
         )
     window = _window(window_size)
+    if block_table is None and seqused_k is None:
+        _refuse_bytes(q=q, k=k, v=v)
     q, descales = _descales(q, k, cu_seqlens_q, out, q_descale, k_descale, v_descale)
     _check_out(out, q, v)
     if block_table is None and seqused_k is None:
@@ -436,6 +438,17 @@ def _descales(
         if of_q is not None:
             of_k = of_q if of_k is None else of_q * of_k
     return q, (of_k, of_v)
+
+
+def _refuse_bytes(**tensors: Tensor) -> None:
+    """Keys without a cache have 16 bits here; attention_fp8 takes those in e4m3."""
+    for name, t in tensors.items():
+        if isinstance(t, Tensor) and t.dtype in BYTES:
+            raise NotImplementedError(
+                f"{name} of 8 bits must lie in pages of a cache (block_table, seqused_k), got packed rows of "
+                f"{t.dtype}. Convert q, k and v to 16 bits; or, in e4m3, call flash_ext.fp8.attention_fp8 "
+                "with flash_ext.fp8.Fp8Inputs.of(q, k, v, cu_seqlens_q=..., cu_seqlens_k=...)."
+            )
 
 
 def _window(window_size: Sequence[int] | None) -> tuple[int, int]:

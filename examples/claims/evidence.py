@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +64,10 @@ def stored(folder: Path = RESULTS) -> Evidence:
         found = sorted(folder.glob(f"*/{kind}.json.gz"), key=lambda path: path.parent.name)
         if found:
             files[kind] = read(found[-1])
+            # A machine without git may write another commit into the file than the folder is named by.
+            named = re.fullmatch(r"[\d-]{10}-\w+-([0-9a-f]{7})", found[-1].parent.name)
+            if named:
+                files[kind].metadata["commit"] = named[1]
     return Evidence(files)
 
 

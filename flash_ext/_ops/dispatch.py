@@ -544,7 +544,7 @@ def check_bounds(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Any) 
             continue
         # Whatever else is wrong with them is refused below the operators.
         is_plain = type(cu_seqlens) is Tensor and cu_seqlens.is_cpu
-        if not is_plain or cu_seqlens.dim() != 1 or rows.dim() != 3:
+        if not is_plain or cu_seqlens.dim() != 1 or not isinstance(rows, Tensor) or rows.dim() != 3:
             return
         values = cu_seqlens.tolist()
         for start, end in itertools.pairwise([0, *values, rows.shape[0]]):

@@ -150,6 +150,7 @@ def plan(text: str) -> dict[str, Any]:
 def as_text(plan: dict[str, Any]) -> str:
     """For a reader at a terminal."""
     lines = [f"call        {plan['call']}", f"gpu         {plan['gpu']}"]
+    lines += [f"assumed     {sentence}" for sentence in plan.get("assumed", ())]
     if plan["backend"] is None:
         return "\n".join([*lines, *(f"not {name}    {why}" for name, why in plan["reasons"].items())])
     return "\n".join([*lines, *_lines_of(plan)])

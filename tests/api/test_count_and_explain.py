@@ -54,7 +54,8 @@ def test_entries_of_the_modules_are_counted():
         flash_ext.fp8.attention_fp8(flash_ext.fp8.quantize_fp8(q, k, v))
         flash_ext.serving.append_kv(k[0], v[0], k, v, torch.arange(8))
         flash_ext.serving.flash_attn_with_kvcache(q, k, v, cache_seqlens=8)
-    assert c.calls == {"attention_fp8": 1, "append_kv": 1, "serving": 1}
+        flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=8)
+    assert c.calls == {"attention_fp8": 1, "append_kv": 1, "serving": 1, "compat.flash_attn": 1}
 
 
 def test_counts_nest_and_see_all_threads():

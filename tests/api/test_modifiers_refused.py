@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+
 import pytest
 import torch
 from torch import Tensor
 
 import flash_ext
 from flash_ext import AuxRequest, masks
-from tests.qkv import make_packed, make_qkv
+from tests.qkv import make_packed, make_qkv, null_kernels
 
 HALF = torch.bfloat16
 
@@ -263,3 +266,33 @@ def test_cu_seqlens_on_the_cpu(bounds: list[int], words: str) -> None:
             flash_ext.attention_varlen(x, x, x, good, cu, **options)
     compiled = torch.compile(flash_ext.attention_varlen, backend="aot_eager", fullgraph=True)
     assert compiled(x, x, x, good, good).shape == x.shape
+
+
+@pytest.mark.parametrize("bounds", [[0, 6, 4, 10], [0, 4, 12], [-1, 6, 10]])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}])
+def test_cu_seqlens_of_the_functional_pair(bounds: list[int], options: dict) -> None:
+    """In the words of attention_varlen, also under the road of a GPU."""
+    x, cu = torch.randn(10, 2, 16, dtype=torch.bfloat16), torch.tensor(bounds, dtype=torch.int32)
+    good = torch.tensor([0, 6, 10][: len(bounds)] + [10] * (len(bounds) - 3), dtype=torch.int32)
+    lse = torch.zeros(2, 10)
+    for q_bounds, k_bounds in ((cu, good), (good, cu)):
+        with pytest.raises(ValueError, match="not decrease") as refused:
+            flash_ext.attention_varlen(x, x, x, q_bounds, k_bounds, **options)
+        packed = {"cu_seqlens_q": q_bounds, "cu_seqlens_k": k_bounds, **options}
+        for road in (contextlib.nullcontext, null_kernels):
+            with road(), pytest.raises(ValueError, match=re.escape(str(refused.value))):
+                flash_ext.forward(x, x, x, **packed)
+            with road(), pytest.raises(ValueError, match=re.escape(str(refused.value))):
+                flash_ext.backward(x, x, x, x, x, lse, **packed)
+    packed = {"cu_seqlens_q": good, "cu_seqlens_k": good}
+    compiled = torch.compile(flash_ext.forward, backend="aot_eager", fullgraph=True)
+    assert compiled(x, x, x, **packed)[0].shape == x.shape
+
+
+@pytest.mark.parametrize("wrong", [None, 3])
+def test_packed_calls_of_no_tensor_are_refused_in_words(wrong: object) -> None:
+    x, cu = torch.randn(10, 2, 16), torch.tensor([0, 6, 10], dtype=torch.int32)
+    for attend in (flash_ext.attention_varlen, flash_ext.forward):
+        for tensors in ((wrong, x, x), (x, wrong, x)):
+            with pytest.raises(TypeError, match="must be a torch.Tensor, got"):
+                attend(*tensors, cu_seqlens_q=cu, cu_seqlens_k=cu)

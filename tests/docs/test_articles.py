@@ -8,7 +8,7 @@ import pytest
 
 from examples.claims.__main__ import TABLES, as_text, in_document
 from examples.claims.claims import table
-from examples.claims.evidence import stored
+from examples.claims.evidence import RESULTS, stored
 from tests.sources import ROOT, count
 
 PAGE = ROOT / "docs" / "articles.md"
@@ -69,6 +69,17 @@ def test_the_claims_are_those_of_the_stored_ladder() -> None:
     for row, line in zip(written, now, strict=True):
         if line[3] in own:
             assert row == list(line)
+
+
+def test_what_was_measured_is_stored_under_that_commit() -> None:
+    """Its folder, and not the commit that a machine without git was told, names the program."""
+    dated = re.findall(r"\b(H[12]00), (\d{4}-\d\d-\d\d), ([0-9a-f]{7})\b", TEXT)
+    dated += [(gpu, date, commit) for gpu, commit, date in
+              re.findall(r"\b(H[12]00), ([0-9a-f]{7}), (\d{4}-\d\d-\d\d)\b", TEXT)]  # fmt: skip
+    found = {f"{date}-{gpu.lower()}-{commit}" for gpu, date, commit in dated}
+    folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
+    assert len(found) > 4 and not found - folders
+    assert all(stored().file(kind).where in TEXT for kind in ("ladder", "claims", "headline", "training"))
 
 
 @pytest.mark.parametrize("name", TABLES)

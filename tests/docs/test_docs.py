@@ -257,6 +257,16 @@ def test_masks_page_names_every_value() -> None:
 # ---- numbers -------------------------------------------------------------------------------------------
 
 
+def test_pauses_are_those_of_the_stored_run() -> None:
+    path = max((ROOT / "bench" / "results").glob("*/race_delays.txt"))
+    last = text_of(path).splitlines()[-1]
+    found = re.fullmatch(r"sm90: (\d+ of \d+ cases differ) under the pauses of (\d+ seeds)", last)
+    assert found, last
+    date, gpu, commit = re.fullmatch(r"(.{10})-(\w+)-(\w+)", path.parent.name).groups()
+    said = f"{found[2]}: {found[1]} ({gpu.upper()}, {commit}, {date})"
+    assert said in " ".join(text_of(ROOT / "docs" / "testing.md").split())
+
+
 def test_memory_formula(pretend) -> None:
     """The formula of docs/design.md gives the bytes that the backward asks for."""
     (formula,) = re.findall(r"^workspace_bytes = (.+)$", text_of(ROOT / "docs" / "design.md"), re.M)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import flash_ext
 from tests import readme
-from tests.docs.test_docs import README, code_blocks, text_of
+from tests.docs.test_docs import README, code_blocks, rows, section, text_of
 
 COMMANDS = ("pip", "python", "make")
 SAYS_SO = 'case "$*" in *bench*) echo "no GPU is visible to torch, and a CPU would take hours"; exit 2;; esac'
@@ -65,3 +66,26 @@ def test_a_line_that_fails_ends_it(tmp_path, failing):
     behaviour = f'{SAYS_SO}\ncase "$(tail -n 1 {tmp_path}/log)" in "{failing}") exit 3;; esac'
     status, called, _ = follow(tmp_path, text_of(README), behaviour)
     assert (status, called[-1]) == (3, failing)
+
+
+def test_it_names_all_that_the_package_shows():
+    """As code, not as a word of the text; and it stays a page that is read to its end."""
+    text = text_of(README)
+    code = " ".join(re.findall(r"^```.*?^```$|`[^`\n]+`", text, re.M | re.S))
+    public = [name for name in dir(flash_ext) if not name.startswith("_")]
+    assert len(public) > 15
+    assert not [name for name in public if not re.search(rf"(?<!\w){name}(?!\w)", code)]
+    assert len(text.splitlines()) <= 180
+
+
+def test_make_demo_says_the_times_of_the_readme():
+    times = {row[0]: row[-1] for row in rows(section(README, "Install"))}
+    done = subprocess.run(
+        ["make", "-n", "demo"], cwd=README.parent, capture_output=True, text=True, check=True
+    )
+    said = " ".join(re.findall(r'echo "(.+?)"', done.stdout))
+    for step, name in (("torch", "torch"), ("CUDA 13 toolkit", "a CUDA compiler")):
+        assert f"{name} ({times[step].removesuffix(' to fetch')})" in said
+    assert f"compiles the kernels ({times['compile']} on two cores)" in said
+    (comment,) = re.findall(r"^make demo +# (.+)$", text_of(README), re.M)
+    assert "in under two minutes" in comment and "in under two minutes" in said

@@ -8,6 +8,7 @@ the type of the inputs, five times with ALiBi, as in flash-attn's test.
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,9 @@ from torch import Tensor
 from flash_ext import _owners
 from flash_ext.compat import flash_attn as fa
 from tests.integrations.test_compat_flash_attn import by_definition, close, draw, on_each_device
+from tests.sources import ROOT
 
+PAGE = ROOT / "docs" / "integrations" / "flash-attn.md"
 HEADS = {"mha": (6, 6), "mqa": (6, 1), "gqa": (6, 3)}
 HEAD_DIMS = (32, 59, 64, 80, 128, 256)
 BATCH = 2
@@ -221,6 +224,31 @@ def test_alibi_over_pages_is_that_of_entries(shape: tuple, causal: bool, device:
     close(lse, expected_lse.double())
     for pool, cache in zip(pages, entries):
         assert torch.equal(pool[order].view_as(cache), cache)
+
+
+@on_each_device
+@pytest.mark.parametrize(
+    "options", [{"softcap": 3.0}, {"alibi_slopes": True}, {"softcap": 3.0, "causal": True}]
+)
+def test_packed_queries_over_pages_have_softcap_and_alibi(options: dict, device: str) -> None:
+    """What the page of flash-attn and the words of the function say is excluded there is all that is."""
+    q, k, v = draw(device, (7, 4, 16), *((2, 16, 2, 16),) * 2)
+    options = dict(options)
+    if options.pop("alibi_slopes", False):
+        options["alibi_slopes"] = torch.rand(4, device=device) + 0.1
+    bounds_q, bounds_k = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([0, 3, 7], [0, 9, 25]))
+    table = torch.tensor([[1], [0]], dtype=torch.int32, device=device)
+    out = fa.flash_attn_varlen_func(q, k, v, bounds_q, bounds_k, 4, 16, block_table=table, **options)
+    gathered = (torch.cat([t[1, :9], t[0]]) for t in (k, v))
+    expected = fa.flash_attn_varlen_func(q, *gathered, bounds_q, bounds_k, 4, 16, **options)
+    close(out, expected.double())
+
+
+@pytest.mark.parametrize("text", [PAGE.read_text(encoding="utf-8"), fa.flash_attn_varlen_func.__doc__])
+def test_what_is_excluded_over_pages_is_said(text: str) -> None:
+    words = " ".join(text.split())
+    assert re.search(r"with `+block_table`+ .*?no gradient and no dropout", words, re.I)
+    assert not re.search(r"no (gradient, )?(no )?dropout, softcap", words)
 
 
 # ---- one entry for several sequences ---------------------------------------------------------------------

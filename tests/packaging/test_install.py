@@ -213,6 +213,54 @@ def test_what_no_package_brings_is_checked_before_anything_is_fetched(monkeypatc
         hooks.get_requires_for_build_wheel()
 
 
+NO_HEADERS = """import sysconfig
+found = sysconfig.get_path
+sysconfig.get_path = lambda name, *more, **own: "/nowhere" if name == "include" else found(name, *more, **own)
+"""
+
+
+@pytest.mark.parametrize("target", ["build", "demo", "test", "bench", "info"])
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (
+            {"CXX": "/nowhere/none"},
+            "no C++ compiler that fits.\n  found:  no /nowhere/none\n  needed: g++ 11",
+        ),
+        ({"without": "headers"}, "Python's headers are missing.\n  found:  no Python.h in /nowhere\n"),
+        ({}, ""),
+    ],
+    ids=["no compiler", "no headers", "both"],
+)
+def test_make_checks_it_before_an_environment_is_made(tmp_path, target, variables, said):
+    """prepare.py, which fetches torch, is started behind the checks alone."""
+    log, modules = tmp_path / "log", tmp_path / "modules"
+    modules.mkdir()
+    if "without" in variables:
+        (modules / "sitecustomize.py").write_text(NO_HEADERS)
+    script = f'case "$1" in *prepare.py) echo prepare >> {log}; exit 9;; *) exec {sys.executable} "$@";; esac'
+    python = executable(tmp_path / "python", script)
+    done = subprocess.run(
+        ["make", target, f"PYTHON={python}", f"VENV={tmp_path / 'venv'}"], cwd=ROOT, capture_output=True,
+        text=True, check=False, timeout=300, env=os.environ | variables | {"PYTHONPATH": str(modules)},
+    )  # fmt: skip
+    assert done.returncode == 2 and log.exists() == (not said), done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr
+    assert said == "" or "\n  mend:   " in done.stderr
+
+
+def test_make_asks_an_environment_that_is_there_for_its_headers(tmp_path):
+    """Those of the python3 that would have made it are another matter. A style check needs no compiler."""
+    executable(tmp_path / "venv" / "bin" / "python", "exit 0")
+    there = f"VENV={tmp_path / 'venv'}"
+    done = subprocess.run(
+        ["make", "-n", "build", there], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f'{tmp_path}/venv/bin/python -c "$CHECK" && py=$(python3 ')
+    done = subprocess.run(["make", "-n", "lint", there], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "$CHECK" not in done.stdout
+
+
 def run_hook(call: str, *, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess:
     """Calls a PEP 517 hook as a front end does: in a fresh process, in the project's folder."""
     code = f"import sys; sys.path.insert(0, 'csrc'); from build_backend import hooks; {call}"

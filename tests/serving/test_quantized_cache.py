@@ -12,6 +12,7 @@ from torch import Tensor
 import flash_ext
 from flash_ext import AuxRequest, attention_varlen, masks, serving
 from flash_ext._ops.library import _C
+from flash_ext.fp8 import Fp8Inputs, attention_fp8
 from tests.covering import pairs_on_cpu
 from tests.graphs import capture
 from tests.pages import (
@@ -400,6 +401,20 @@ def test_what_a_cache_of_bytes_must_be() -> None:
     whole = torch.zeros(9, 8, 2, 72, dtype=torch.int8)[..., :64]
     with null_kernels(), pytest.raises(ValueError, match="rows of k must start on 16 bytes"):
         attention_varlen(q, whole, whole, bounds, None, **cache.places)
+
+
+def test_packed_keys_without_a_cache_are_sent_to_attention_fp8() -> None:
+    """Not to a cast of "them to one dtype": a q in e4m3 has become bfloat16 before others look at it."""
+    x, bounds = torch.randn(10, 2, 16, dtype=torch.bfloat16), torch.tensor([0, 4, 10], dtype=torch.int32)
+    x8, ones = x.to(torch.float8_e4m3fn), torch.ones(2, 2)
+    x_int = torch.zeros(10, 2, 16, dtype=torch.int8)
+    for name, q, k, v in (("q", x8, x8, x8), ("k", x, x8, x8), ("k", x, x_int, x_int), ("v", x, x, x8)):
+        for factors in ({}, {"k_descale": ones}):
+            words = f"^{name} of 8 bits must lie in pages .* packed rows of .*attention_fp8 with .*Fp8Inputs"
+            with pytest.raises(NotImplementedError, match=words):
+                serving.flash_attn_varlen_func(q, k, v, 6, bounds, 6, bounds, **factors)
+    inputs = Fp8Inputs.of(x8, x8, x8, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+    assert attention_fp8(inputs).shape == x.shape
 
 
 def test_what_append_refuses() -> None:

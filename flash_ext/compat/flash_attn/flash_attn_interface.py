@@ -136,8 +136,8 @@ def flash_attn_varlen_func(
 
     ``max_seqlen_q`` and ``max_seqlen_k`` are not needed here; as tensors they are not read, so that the host
     need not wait, unless weights are asked for. With ``block_table`` (batch, max_pages) k and v are pages
-    (num_pages, page_size, nheads_k, headdim), ``cu_seqlens_k`` has the lengths, and there is no gradient, no
-    dropout, softcap and ALiBi; max_seqlen_q then chooses kernels.
+    (num_pages, page_size, nheads_k, headdim), ``cu_seqlens_k`` has the lengths, and there is no gradient and
+    no dropout; max_seqlen_q then chooses kernels.
 
     Returns:
         out (total_q, nheads, headdim); with ``return_attn_probs`` also softmax_lse (nheads, total_q) and

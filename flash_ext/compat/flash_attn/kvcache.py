@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from ... import AuxRequest, attention, forward, masks, serving
+from ... import AuxRequest, attention, masks, serving
+from ..._count import counting, tally
 from ..._log import logged
 from ..._owners import with_one_owner
 
@@ -74,6 +77,8 @@ def flash_attn_with_kvcache(
             cache that is expanded or, on the CPU, with an entry for two sequences, numbers on another device
             than the cache, and what :func:`flash_ext.attention` refuses.
     """
+    if counting:
+        tally("compat.flash_attn")
     if num_splits not in (0, 1):
         raise NotImplementedError(
             f"num_splits must be 0 or 1, the number of parts is chosen from the shapes; got {num_splits}."
@@ -222,7 +227,8 @@ def _attend_to_runs(
     """out and lse of a packed call over the whole cache, in which every other sequence has no queries.
 
     Those have the keys between the used part of one entry and that of the next, wherever this lies: a start
-    that comes after its end makes a sequence without keys. So nothing is copied or hidden by a mask.
+    that comes after its end makes a sequence without keys. So nothing is copied or hidden by a mask. The
+    operator takes such bounds, which :func:`flash_ext.forward` refuses where it can look at them.
     """
     batch, seqlen_q, num_heads, _ = q.shape
     size = k_cache.shape[1]
@@ -233,10 +239,12 @@ def _attend_to_runs(
     bounds_q = torch.stack([first_rows, first_rows + seqlen_q], dim=1).flatten()
     packed = q.reshape(batch * seqlen_q, *q.shape[2:])
     packed = packed if packed.stride(-1) == 1 else packed.contiguous()
-    out, lse = forward(
-        packed, k_cache.flatten(0, 1), v_cache.flatten(0, 1), cu_seqlens_q=bounds_q.to(torch.int32),
-        cu_seqlens_k=bounds_k.to(torch.int32), max_seqlen_q=seqlen_q, max_seqlen_k=size,
-        scale=softmax_scale, causal=causal, window_size=(window_size[0], window_size[1]),
+    left, right = window_size
+    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if softmax_scale is None else softmax_scale
+    out, lse = torch.ops.flash_ext.fwd.default(
+        packed, k_cache.flatten(0, 1), v_cache.flatten(0, 1), bounds_q.to(torch.int32),
+        bounds_k.to(torch.int32), seqlen_q, size, scale, left, 0 if causal and right >= -1 else right,
+        False, None,
     )  # fmt: skip
     out = out.view(batch, seqlen_q, num_heads, out.shape[-1])
     return out, lse.view(num_heads, batch, seqlen_q).transpose(0, 1).contiguous()

@@ -262,13 +262,19 @@ class BlockMask(Mask):
     def elements(self) -> Tensor | None:
         """The bits written out, bool (batch or 1, num_heads or 1, q_len, k_len); None without bits.
 
-        It is made at each look, and costs a byte for each pair of a row and a key: kernels read the bits of
-        cut blocks in this form.
+        It is made at each look, and costs a byte for each pair of a row and a key.
         """
+        return self._elements_of(slice(None))
+
+    def _elements_of(self, row_blocks: slice) -> Tensor | None:
+        """The same of the rows of some row blocks."""
         if self.bits is None or self.index is None or self.lengths is None:
             return None
-        at = torch.where(self.index >= 0, self.index, len(self.bits) + (~self.blocks).int())
+        blocks, index = self.blocks[:, :, row_blocks], self.index[:, :, row_blocks]
         (rows, cols), (q_len, k_len) = self.block_size, self.lengths
+        if q_len is not None:
+            q_len = max(q_len - rows * (row_blocks.start or 0), 0)
+        at = torch.where(index >= 0, index, len(self.bits) + (~blocks).int())
         listed = unpacked(self.bits, cols)
         ends = torch.stack([listed.new_ones(rows, cols), listed.new_zeros(rows, cols)])
         spread = torch.cat([listed, ends])[at].transpose(3, 4)

@@ -7,6 +7,7 @@ has written them since.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from .._masks.value import Mask, Sizes, is_capturing, only_leaf
 from .modifiers import Modifiers
 
 MOST_PREPARED = 8  # sizes of calls that one mask keeps what it made for
+MOST_ELEMENTS = 2**26  # of cut blocks, a byte each, that are written out at a time
+ROWS_OF_GROUP = 64  # that summaries of condensed masks stand for: Modifiers::kMaskGroup
 
 
 class Prepared(NamedTuple):
@@ -235,16 +238,16 @@ def _of_terms(terms: Terms, device: torch.device, sizes: Sizes) -> Modifiers:
     mask, keys = terms.dense, terms.keys
     if mask is not None:
         mask = four_dimensions(mask, sizes, keep_repeats=False)
-    blocks, block_rows, block_cols = None, 0, 0
+    blocks, block_rows, block_cols, cut = None, 0, 0, None
     if terms.blocks is not None:
         blocks, (block_rows, block_cols) = terms.blocks.blocks, terms.blocks.block_size
         blocks = _without_repeats(blocks, [0, 1])
-        elements = _elements(terms.blocks, sizes)
-        if elements is not None:
-            elements = four_dimensions(elements, sizes, keep_repeats=False)
-            mask = elements if mask is None else _both(mask, elements, sizes)
+        if mask is None:
+            cut = _condensed_elements(terms.blocks, sizes)
+        elif terms.blocks.bits is not None:
+            mask = _both(mask, _elements(terms.blocks, sizes, slice(None)), sizes)
     is_packed = sizes.packed and not sizes.cached
-    if keys is not None and mask is None and terms.documents is None and not is_packed:
+    if keys is not None and mask is None and cut is None and terms.documents is None and not is_packed:
         # As a mask it becomes one bit a key, which costs the kernels less than an id to compare.
         mask, keys = _without_repeats(keys, [0])[:, None, None, :], None
     if sizes.cached:
@@ -257,7 +260,7 @@ def _of_terms(terms: Terms, device: torch.device, sizes: Sizes) -> Modifiers:
     )
     of_rows = _condensed(document_q)
     return Modifiers(
-        mask=_condensed(mask),
+        mask=_condensed(mask) if cut is None else cut,
         document_q=of_rows,
         document_k=of_rows if document_k is document_q else _condensed(document_k),
         prefix_lens=None if terms.prefix_lens is None else _own(terms.prefix_lens),
@@ -383,10 +386,37 @@ def _intervals(t: Tensor, dims: int) -> Tensor:
     return _without_repeats(with_leading(t, dims), list(range(dims - 2))).contiguous()
 
 
-def _elements(block_mask: BlockMask, sizes: Sizes) -> Tensor | None:
+def _elements(block_mask: BlockMask, sizes: Sizes, row_blocks: slice) -> Tensor:
     """The bits of cut blocks written out; on a side on which they repeat, as long as the call."""
-    elements = block_mask.elements
-    if elements is None or block_mask.lengths is None or sizes.packed:
+    elements = block_mask._elements_of(row_blocks)
+    assert elements is not None and block_mask.lengths is not None
+    if sizes.packed:
         return elements
     ends = [n if own is None else None for own, n in zip(block_mask.lengths, (sizes.q_len, sizes.k_len))]
+    if ends[0] is not None:
+        ends[0] = max(ends[0] - (row_blocks.start or 0) * block_mask.block_size[0], 0)
     return elements[:, :, : ends[0], : ends[1]]
+
+
+def _condensed_elements(block_mask: BlockMask, sizes: Sizes) -> Tensor | None:
+    """The same as kernels read them, a bit for each; so many as MOST_ELEMENTS are written out at a time."""
+    if block_mask.bits is None:
+        return None
+    batch, num_heads, row_blocks, key_blocks = block_mask.blocks.shape
+    rows, cols = block_mask.block_size
+    whole = math.lcm(rows, ROWS_OF_GROUP) // rows  # row blocks that are groups as well
+    count = max(MOST_ELEMENTS // (batch * num_heads * rows * key_blocks * cols) // whole, 1) * whole
+    parts: list[tuple[Tensor, ...]] = []
+    for first in range(0, row_blocks, count):
+        elements = _elements(block_mask, sizes, slice(first, first + count))
+        if parts and not elements.shape[2]:
+            break
+        condensed = _condensed(elements)
+        assert condensed is not None
+        if count >= row_blocks:
+            return condensed
+        own = elements.shape[2]
+        groups = -(-own // ROWS_OF_GROUP)
+        parts.append(condensed.split([own, groups, groups], dim=2))
+    # Rows, then the words that any row of a group sees, then those that all see (csrc/condensed.h).
+    return torch.cat([part[kind] for kind in range(3) for part in parts], dim=2)

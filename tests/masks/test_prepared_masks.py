@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import flash_ext
 from flash_ext import masks
 from flash_ext._cpu import condensed
 from flash_ext._masks import value
-from flash_ext._masks.value import only_leaf
+from flash_ext._masks.value import Sizes, only_leaf
 from flash_ext._ops import prepared
 from flash_ext._ops.arguments import Asked, modifiers_of
 
@@ -476,3 +477,29 @@ def test_what_one_stream_makes_is_not_read_by_another() -> None:
     other.synchronize()
     assert torch.equal(got, expected)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("block_size", [(16, 16), (48, 64), (112, 32), (128, 128)], ids=str)
+def test_cut_blocks_are_written_out_in_pieces(
+    block_size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as one bool for each pair: of 64k x 64k that would be 4 GiB."""
+    keep = torch.rand(2, 3, 1000, 300) < 0.5
+    keep[:, :, :300, 100:], keep[:, 1, 600:] = False, True
+    mask = masks.BlockMask.from_dense(keep, block_size)
+    want = torch.ops.flash_ext.condense.default(keep, 0, 0)
+    sizes = Sizes(False, 2, 3, 1000, 300)
+    largest = []
+
+    def noting(t: torch.Tensor) -> torch.Tensor:
+        largest.append(t.numel())
+        return torch.ops.flash_ext.condense.default(t, 0, 0)
+
+    monkeypatch.setattr(prepared, "_condensed", noting)
+    for most in (1, 2 * 3 * 300 * 400, 2**26):
+        monkeypatch.setattr(prepared, "MOST_ELEMENTS", most)
+        largest.clear()
+        assert torch.equal(prepared._condensed_elements(mask, sizes), want)
+        assert len(largest) == 1 if most == 2**26 else len(largest) > 1
+        rows = math.lcm(block_size[0], 64)
+        assert max(largest) <= max(most, 2 * 3 * rows * 300)

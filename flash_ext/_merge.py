@@ -34,6 +34,24 @@ def merge_attention_states(
     """
     _check_types(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     _check_shapes(out_a, lse_a, out_b, lse_b)
+    share_a, share_b, lse = _shares(lse_a, lse_b)
+    out = _per_row(share_a) * out_a + _per_row(share_b) * out_b
+    return out.to(torch.promote_types(out_a.dtype, out_b.dtype)), lse
+
+
+@torch.no_grad()
+def merge_into(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    """:func:`merge_attention_states` in the place of the first state, in one pass over both.
+
+    Both have one dtype, and rows without keys are 0.
+    """
+    _, share_b, lse = _shares(lse_a, lse_b)
+    out_a.lerp_(out_b, _per_row(share_b))
+    lse_a.copy_(lse)
+
+
+def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights of both states, 0 where neither has keys, and the lse of their union."""
     largest = torch.maximum(lse_a, lse_b).detach()
     # A finite stand-in where both are empty keeps the arithmetic free of inf - inf, forward and backward.
     largest = torch.where(largest == -torch.inf, 0.0, largest)
@@ -41,9 +59,7 @@ def merge_attention_states(
     total = weight_a + weight_b
     is_empty = total == 0
     total = torch.where(is_empty, 1.0, total)
-    lse = torch.where(is_empty, -torch.inf, largest + torch.log(total))
-    out = _per_row(weight_a / total) * out_a + _per_row(weight_b / total) * out_b
-    return out.to(torch.promote_types(out_a.dtype, out_b.dtype)), lse
+    return weight_a / total, weight_b / total, torch.where(is_empty, -torch.inf, largest + torch.log(total))
 
 
 def _per_row(weight: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from ._attention import AuxOutput, attention
 from ._log import logged
 from ._masks.atoms import Documents
 from ._masks.value import for_one_call
-from ._merge import merge_attention_states
+from ._merge import merge_into
 from ._ops.dispatch import explain_options, operator_options
 from ._ops.functorch import cast_as_autocast
 from ._ops.library import _C
@@ -197,10 +197,20 @@ class _Plan:
     options: dict[str, Any]
 
     def visits(self, source: int) -> list[tuple[slice, slice, tuple[int, int]]]:
-        """Rows here, keys of ``source``, and the window between them, for every pair of pieces with any."""
+        """Rows here, keys of ``source``, and the window between them, for every pair of pieces with any.
+
+        Where order alone decides what is seen, rows that see the same are one visit.
+        """
         own = _piece_numbers(self.rank, self.world, self.zigzag)
         other = _piece_numbers(source, self.world, self.zigzag)
         n = self.share // len(own)
+        by_order = self.left < 0 and self.right <= 0
+        if by_order and (self.right < 0 or source == self.rank):
+            return [(slice(0, self.share), slice(0, self.share), (-1, self.right))]
+        if by_order:
+            before = [sum(piece < own_piece for piece in other) for own_piece in own]
+            spans = [(before.index(m) * n, before.count(m) * n, m * n) for m in sorted({*before} - {0})]
+            return [(slice(row, row + rows), slice(0, keys), (-1, -1)) for row, rows, keys in spans]
         found = []
         for a, q_piece in enumerate(own):
             for b, k_piece in enumerate(other):
@@ -244,8 +254,7 @@ class _RingFunction(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, plan: _Plan, group: Group
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
-        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide)
+        found: tuple[Tensor, Tensor] | None = None
         held = [k, v] if ids is None else [k, v, ids]
         for step in range(plan.world):
             coming = _pass_on(held, group) if step + 1 < plan.world else None
@@ -254,9 +263,13 @@ class _RingFunction(torch.autograd.Function):
                     q[:, rows], held[0][:, keys], held[1][:, keys], window_size=window, out_dtype=wide,
                     **plan.options, **_documents(ids, held, rows, keys),
                 )  # fmt: skip
-                merged = merge_attention_states(out[:, rows], lse[:, :, rows], *part)
-                out[:, rows], lse[:, :, rows] = merged
+                if found is None and part[0].shape[1] == q.shape[1]:
+                    found = part
+                    continue
+                found = found or _no_keys(q, v, wide)
+                merge_into(found[0][:, rows], found[1][:, :, rows], *part)
             held = held if coming is None else coming.wait()
+        out, lse = found or _no_keys(q, v, wide)
         rounded = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, rounded, lse, ids)
         ctx.plan, ctx.group = plan, group
@@ -267,28 +280,48 @@ class _RingFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, ids = ctx.saved_tensors
         plan, group = ctx.plan, ctx.group
-        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        dq: Tensor | None = None
         held = [k, v] if ids is None else [k, v, ids]
         returning = None
-        sums: list[Tensor] = []
         for step in range(plan.world):
             coming = _pass_on(held, group) if step + 1 < plan.world else None
-            sums = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in held[:2]]
+            dk: Tensor | None = None
+            dv: Tensor | None = None
             for rows, keys, window in plan.visits((plan.rank - step) % plan.world):
                 parts = backward(
                     dout[:, rows], q[:, rows], held[0][:, keys], held[1][:, keys], out[:, rows],
                     lse[:, :, rows], dlse=dlse[:, :, rows], window_size=window, grad_dtype=lse.dtype,
                     **plan.options, **_documents(ids, held, rows, keys),
                 )  # fmt: skip
-                for total, at, part in zip((dq, *sums), (rows, keys, keys), parts):
-                    total[:, at] += part
+                dq = _add(dq, q, rows, parts[0])
+                dk, dv = _add(dk, k, keys, parts[1]), _add(dv, v, keys, parts[2])
+            sums = [_or_zeros(dk, k, lse.dtype), _or_zeros(dv, v, lse.dtype)]
             if returning is not None:  # what the processes before found for these keys
-                sums = [own + others for own, others in zip(sums, returning.wait())]
+                sums = [own.add_(others) for own, others in zip(sums, returning.wait())]
             # Gradients follow their keys, and after the last step go home, which is one further.
             returning = _pass_on(sums, group) if plan.world > 1 else None
             held = held if coming is None else coming.wait()
         dk, dv = sums if returning is None else returning.wait()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return _or_zeros(dq, q, lse.dtype).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _add(total: Tensor | None, like: Tensor, at: slice, part: Tensor) -> Tensor:
+    """``part`` added to a sum of the shape of ``like``; None: of nothing so far."""
+    if total is None and part.shape == like.shape:
+        return part
+    total = _or_zeros(total, like, part.dtype)
+    total[:, at] += part
+    return total
+
+
+def _or_zeros(total: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(like.shape, dtype=dtype, device=like.device) if total is None else total
+
+
+def _no_keys(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """out and lse of rows that have seen none."""
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+    return out, q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
 
 
 def _documents(ids: Tensor | None, held: list[Tensor], rows: slice, keys: slice) -> dict[str, Any]:

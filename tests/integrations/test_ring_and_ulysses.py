@@ -24,6 +24,8 @@ import flash_ext
 from flash_ext import AuxRequest
 from flash_ext import distributed as ring
 from flash_ext.distributed import (
+    _piece_numbers,
+    _Plan,
     _visible_block,
     gather_sequence,
     ring_attention,
@@ -65,6 +67,34 @@ def test_windows_between_pieces_by_brute_force() -> None:
                 if (own_left < 0 or j >= i + centre - own_left)
                 and (own_right < 0 or j <= i + centre + own_right)
             }  # fmt: skip
+
+
+@pytest.mark.parametrize("zigzag", [True, False])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (-1, 3), (2, 0), (7, -1)], ids=str)
+def test_every_pair_is_visited_once(window: tuple[int, int], zigzag: bool) -> None:
+    """And none that a window of the whole sequence hides. Order alone makes one visit a share."""
+    left, right = window
+    share, world = 6, 3
+    for rank, source in itertools.product(range(world), repeat=2):
+        visits = _Plan(rank, world, share, zigzag, left, right, {}).visits(source)
+        seen: list[tuple[int, int]] = []
+        for rows, keys, (own_left, own_right) in visits:
+            m, n = rows.stop - rows.start, keys.stop - keys.start
+            seen += [
+                (rows.start + i, keys.start + j) for i in range(m) for j in range(n)
+                if (own_left < 0 or j >= i + n - m - own_left)
+                and (own_right < 0 or j <= i + n - m + own_right)
+            ]  # fmt: skip
+        at = [
+            [piece * share // len(pieces) + i for piece in pieces for i in range(share // len(pieces))]
+            for pieces in (_piece_numbers(r, world, zigzag) for r in (rank, source))
+        ]
+        wanted = {
+            (i, j) for (i, row), (j, key) in itertools.product(*map(enumerate, at))
+            if (left < 0 or key >= row - left) and (right < 0 or key <= row + right)
+        }  # fmt: skip
+        assert len(seen) == len({*seen}) and {*seen} == wanted
+        assert len(visits) <= 1 or left >= 0 or right > 0
 
 
 @pytest.mark.parametrize("function", [ring_attention, ulysses_attention])

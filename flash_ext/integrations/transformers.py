@@ -3,7 +3,8 @@
 Two functions are put into the library's registries. The one for masks (:func:`attention_mask`) recognises the
 patterns that the kernels know by rule (causal, sliding windows, packed sequences, padding) and hands them on
 in a few bytes per key; any other pattern becomes the mask that the library makes for PyTorch's attention.
-The other one (:func:`attention_forward`) calls :func:`flash_ext.attention`.
+The other one (:func:`attention_forward`) calls :func:`flash_ext.attention`. A third one
+(:func:`paged_attention_forward`) serves continuous batching, see :mod:`._paged`.
 
 The name is not "flash_ext" because transformers 5 takes every name with "flash" in it for a flash-attention
 package that it loads itself, and refuses those it does not know. Transformers 4 takes that name, too.
@@ -26,6 +27,7 @@ from .._count import counting, tally
 from .._log import logged
 from ..serving import is_batch_invariant
 from . import _fp8 as fp8
+from . import _paged as paged
 from ._t5 import hand_on_distances, hides_later_keys, relative_position
 
 NAME = "fext"
@@ -42,14 +44,15 @@ def register(name: str = NAME, quantize: Literal["fp8", "mixed"] | None = None) 
     """Makes ``attn_implementation=name`` run on flash_ext, for every model that asks the library's registry.
 
     In transformers 4 "flash_ext" is registered as well. In transformers 5 the attention classes of T5 and its
-    relatives hand on their biases by distance under this name, see :mod:`.t5`.
+    relatives hand on their biases by distance under this name, see :mod:`.t5`. "paged|" before the name is
+    the one for ``generate_batch``, see :mod:`._paged`.
 
     Args:
         name: the name to register. One with "flash" in it is refused, see the module.
         quantize: run prefills and training passes in fp8, as :func:`flash_ext.fp8.attention_fp8` does, in
-            this mode of :func:`flash_ext.fp8.quantize_fp8`. Masks other than causal, windows, modifiers and
-            steps of fewer than 128 queries stay in the type of the model. Give it a name of its own to have
-            both.
+            this mode of :func:`flash_ext.fp8.quantize_fp8`. Masks other than causal, windows, modifiers,
+            steps of fewer than 128 queries and continuous batching stay in the type of the model. Give it a
+            name of its own to have both.
 
     Returns:
         The name.
@@ -76,6 +79,7 @@ def register(name: str = NAME, quantize: Literal["fp8", "mixed"] | None = None) 
         AttentionMaskInterface.register(accepted, attention_mask)
         forward = functools.partial(attention_forward, quantize=quantize) if quantize else attention_forward
         AttentionInterface.register(accepted, forward)
+        paged.register(accepted, paged_attention_forward)
         hand_on_distances(accepted)
     return name
 
@@ -364,21 +368,24 @@ def attention_forward(
 
     Raises:
         ValueError: attention weights are asked for, or heads masked.
-        NotImplementedError: the paged cache of continuous batching, keys chosen by index, sinks per query.
+        NotImplementedError: the paged cache of continuous batching, which :func:`paged_attention_forward`
+            takes, keys chosen by index, sinks per query.
         TypeError: float32 on a GPU; the rest as :func:`flash_ext.attention`.
     """
     if counting:
         tally("integrations.transformers")
     _refuse(kwargs)
+    if kwargs.get("cache") is not None or kwargs.get("block_table") is not None:
+        raise NotImplementedError(
+            "the paged cache of continuous batching is not supported under this name, whose masks know "
+            f"nothing of it. Write 'paged|' before the name: model.set_attn_implementation('paged|{NAME}')."
+        )
     q, k, v = (_with_unit_stride(t.transpose(1, 2)) for t in (query, key, value))
     pattern = _kept(attention_mask)
     if pattern is None:
         pattern = _pattern_of_module(module, attention_mask, is_causal, sliding_window, q, k)
-    options: dict[str, Any] = {
-        "causal": pattern.causal, "window_size": (pattern.left, pattern.right), "scale": scaling,
-        "softcap": softcap or 0.0, "sinks": s_aux, "dropout_p": dropout,
-        "deterministic": kwargs.get("deterministic"),
-    }  # fmt: skip
+    options = _options(pattern, scaling, softcap, s_aux, dropout)
+    options["deterministic"] = kwargs.get("deterministic")
     bounds = [bound.to(torch.int32) for bound in (cu_seq_lens_q, cu_seq_lens_k) if bound is not None]
     if len(bounds) == 2 and not pattern.padded and position_bias is None:
         packed = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
@@ -421,6 +428,84 @@ def attention_forward(
     return attention(q, k, v, **options), None
 
 
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The library's attention function for continuous batching, over its paged cache.
+
+    Every request sees its own keys, causally, and those of its window where the layer has one.
+
+    Args:
+        module: the layer; its ``layer_idx`` says which keys of the cache are its own.
+        query: (1, heads, tokens, head_dim), the new tokens of all requests one behind the other.
+        key, value: (1, heads_k, tokens, head_dim), not repeated for the query heads.
+        attention_mask: None.
+        dropout, scaling, softcap, s_aux: as in :func:`attention_forward`.
+        is_causal: True or None.
+        sliding_window: how many keys a row sees, itself among them, where the cache does not keep fewer.
+        position_bias: None.
+        cache: the library's ``PagedAttentionCache``, which takes the new keys and values.
+        cu_seq_lens_q: (requests + 1,) bounds of the requests among the tokens.
+        kwargs: what the cache needs, and what else the library passes along.
+
+    Returns:
+        (1, tokens, heads, head_dim) and None. Rows that fill a batch up, of no request, are 0.
+
+    Raises:
+        ValueError: there is no cache, or what :func:`attention_forward` refuses so.
+        NotImplementedError: a mask, a bias, attention that is not causal, and a cache that is not known here
+            or gives wrong keys.
+        TypeError: float32 on a GPU; the rest as :func:`flash_ext.attention_varlen`.
+    """
+    if counting:
+        tally("integrations.transformers")
+    _refuse(kwargs)
+    if cache is None or cu_seq_lens_q is None:
+        raise ValueError(
+            "this attn_implementation is for continuous batching, and no paged cache came with the call. Use "
+            f"the name without 'paged|', such as {NAME!r}, for generate() and for other calls of a model."
+        )
+    for name, what in (("attention_mask", attention_mask), ("position_bias", position_bias)):
+        if what is not None:
+            raise NotImplementedError(
+                f"{name} is not supported in continuous batching, where the paged cache itself says what "
+                "each request sees."
+            )
+    if is_causal is False:
+        raise NotImplementedError("is_causal=False is not supported in continuous batching.")
+    layer: Any = module
+    key, value = _with_unit_stride(key), _with_unit_stride(value)
+    k, v, places, window = paged.updated(cache, layer.layer_idx, key, value, kwargs)
+    q = _with_unit_stride(query).squeeze(0).transpose(0, 1)
+    left = _narrower(*(-1 if size is None else size - 1 for size in (window, sliding_window)))
+    options = _options(Pattern(causal=True, left=left), scaling, softcap, s_aux, dropout)
+    out: Tensor = attention_varlen(q, k, v, cu_seq_lens_q.to(torch.int32), **places, **options)
+    return out.unsqueeze(0), None
+
+
+def _options(
+    pattern: Pattern, scaling: float | None, softcap: float | None, s_aux: Tensor | None, dropout: float
+) -> dict[str, Any]:
+    return {
+        "causal": pattern.causal, "window_size": (pattern.left, pattern.right), "scale": scaling,
+        "softcap": softcap or 0.0, "sinks": s_aux, "dropout_p": dropout,
+    }  # fmt: skip
+
+
 # What models compute for kernels of their own, and put into the mask only if the implementation is called
 # "sdpa" or "eager": sparse attention of DeepSeek 3.2 and GLM, blocks of MiniMax M3, sinks of Inkling 2.
 _BY_OTHER_KERNELS = {
@@ -437,10 +522,6 @@ def _refuse(kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("head_mask") is not None:
         raise ValueError("head_mask is not supported. Use attn_implementation='eager'.")
-    if kwargs.get("cache") is not None or kwargs.get("block_table") is not None:
-        raise NotImplementedError(
-            "continuous batching with a paged cache is not supported; generate() with its own caches is."
-        )
     for name, what in _BY_OTHER_KERNELS.items():
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"{name}: {what} are not supported. Use attn_implementation='eager'.")

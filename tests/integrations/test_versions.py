@@ -33,7 +33,8 @@ def test_with_the_other_transformers(request: pytest.FixtureRequest) -> None:
     found = subprocess.run([sys.executable, "-c", version], env=environment, capture_output=True, text=True)
     assert found.stdout.strip() == pins.pin("transformers-other"), found.stderr
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    modules = ["tests/integrations/test_transformers.py", "tests/integrations/test_t5.py"]
+    names = ("transformers", "t5", "continuous_batching")
+    modules = [f"tests/integrations/test_{name}.py" for name in names]
     done = subprocess.run(
         [*command, *modules], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500,
     )  # fmt: skip

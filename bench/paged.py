@@ -30,6 +30,7 @@ from flash_ext import masks, serving
 
 PAGES = (1, 16, 64, 256)
 LATENT, LATENT_VALUE, LATENT_PAGE = 576, 512, 64
+TREE_TOKENS = 64  # at most
 OURS, PEER = "latents", "FlashMLA"
 # Between two outputs over latents. They are sums of rounded products, about 0.02 in size here.
 LARGEST_DIFFERENCE = 1e-2
@@ -81,6 +82,7 @@ ROWS = [
     Row("d64-b64-k8192", (8192,) * 64, head_dim=64),
     Row("d256-b16-k8192", (8192,) * 16, head_dim=256),
     Row("4-new-group-8-b16-k8192", (8192,) * 16, queries=4, heads=64),
+    *(Row(f"64-new-b{b}-k8192", (8192,) * b, queries=64) for b in (1, 16)),
     Row("ragged-b16-to-32k", spread(16, 32768)),
     Row("ragged-b32-to-16k", spread(32, 16384)),
     Row("ragged-b64-to-16k", spread(64, 16384)),
@@ -123,21 +125,27 @@ def in_bytes(x: Tensor, kind: torch.dtype, of_slots: bool) -> tuple[Tensor, Tens
 
 
 def modifiers(row: Row, device: str) -> dict[str, dict[str, object]]:
-    """Masks and biases over a cache, and sinks, by name: what a call is given."""
+    """Masks and biases over a cache, a softcap and sinks, by name: what a call is given."""
     batch, most = len(row.lengths), max(row.lengths)
     shown = torch.rand(batch, 1, row.queries, most, device=device) < 0.9
     keep = torch.rand(batch, most, device=device) < 0.9
     ids = torch.ones(batch * row.queries, dtype=torch.int32, device=device)
     ids_k = (torch.arange(most, device=device) >= most // 2).int().expand(batch, -1)
     scores = torch.randn(batch, row.heads, row.queries, most, device=device, dtype=torch.bfloat16)
-    return {
+    found: dict[str, dict[str, object]] = {
         "sinks": {"sinks": torch.zeros(row.heads, device=device)},
+        "softcap": {"softcap": 30.0},
         "ALiBi": {"bias": masks.ALiBi(torch.rand(row.heads, device=device))},
         "KeyMask": {"mask": masks.KeyMask(keep)},
         "Dense": {"mask": masks.Dense(shown)},
         "Documents": {"mask": masks.Documents(ids, ids_k)},
         "DenseBias": {"bias": masks.DenseBias(scores)},
     }
+    if 1 < row.queries <= TREE_TOKENS:  # of which each but the first follows one of those before it
+        parents = (torch.arange(row.queries, device=device) - 1) // 2
+        parents[0] = -1
+        found["tree"] = {"mask": masks.TokenTree.from_parents(parents.expand(batch, -1)), "causal": False}
+    return found
 
 
 def calls(
@@ -165,7 +173,7 @@ def calls(
             for name, options in asked.items():
                 found[kind + name] = functools.partial(
                     flash_ext.attention_varlen, q.flatten(0, 1), *cache, bounds, None, seqused_k=lengths,
-                    block_table=table, max_seqlen_q=row.queries, causal=causal, **given, **options,
+                    block_table=table, max_seqlen_q=row.queries, **{"causal": causal, **given, **options},
                 )  # fmt: skip
         return found
     if len(set(row.lengths)) == 1:

@@ -73,7 +73,7 @@ def test_calls_with_masks_and_biases():
     """Each does something else than the call as it is, but sinks of 0 in a small part."""
     row = paged.Row("small", (40, 23), 3, heads=4, heads_k=2, head_dim=32)
     found = paged.calls(row, "cpu", modified=True)
-    names = ["plain", "sinks", "ALiBi", "KeyMask", "Dense", "Documents", "DenseBias"]
+    names = ["plain", "sinks", "softcap", "ALiBi", "KeyMask", "Dense", "Documents", "DenseBias", "tree"]
     assert list(found) == names + [f"e4m3 {name}" for name in names]
     results = {name: call() for name, call in found.items()}
     for name, out in results.items():

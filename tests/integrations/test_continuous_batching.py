@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -70,7 +71,9 @@ def of_generate_batch(model: Any, **more: Any) -> list[Any]:
     config = transformers.GenerationConfig(
         max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=-1
     )
-    page = "page_size" if IS_5 else "block_size"
+    page = "block_size"
+    if IS_5 and "page_size" in inspect.signature(transformers.ContinuousBatchingConfig).parameters:
+        page = "page_size"
     sizes = {"num_blocks": 48, "max_batch_tokens": STEP, page: PAGE} | more
     batching = {}
     if IS_5:

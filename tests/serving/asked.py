@@ -57,9 +57,10 @@ class Asked:
     added: Any = None
 
     def check(
-        self, out: Tensor, lse: Tensor, q: list[Tensor], rows: list[tuple[Tensor, Tensor]], starts: list[int]
-    ) -> None:
-        """Every sequence of a packed call, and zeros where there is none."""
+        self, out: Tensor, lse: Tensor, q: list[Tensor], rows: list[tuple[Tensor, Tensor]], starts: list[int],
+        rounded: bool = False,
+    ) -> None:  # fmt: skip
+        """Every sequence of a packed call, and zeros where there is none. ``rounded``: as in pages.check."""
         given = self.options
         left, right = given.get("window_size", (-1, -1))
         right = 0 if given.get("causal") else right
@@ -76,8 +77,8 @@ class Asked:
             )
             spec = AttnSpec(default_scale(own.shape[-1]), left, right)
             want, want_lse = attention_reference(own[None], k[None], v[None], spec, mods=mods)
-            close(out[part], want[0], "out")
-            close(lse[:, part], want_lse[0], "lse")
+            close(out[part], want[0], "out", rounded)
+            close(lse[:, part], want_lse[0], "lse", rounded)
         assert not out[~inside].any() and (lse[:, ~inside] == -torch.inf).all()
 
 
@@ -182,9 +183,10 @@ def ask(kind: str, counts: list[int], lengths: list[int], heads: int, device: st
 
 
 def call(
-    q: Tensor, cache: Cache, bounds: Tensor, asked: Asked, each: list[Tensor], **more: Any
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, cache: Cache, bounds: Tensor, asked: Asked, each: list[Tensor], rounded: bool = False,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Runs and checks."""
     out, lse = run(q, bounds, cache, **asked.options, **more)
-    asked.check(out, lse, each, cache.rows, bounds.tolist())
+    asked.check(out, lse, each, cache.rows, bounds.tolist(), rounded)
     return out, lse

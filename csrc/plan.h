@@ -120,6 +120,8 @@ enum class KernelId : uint8_t {
   // Hopper
   kFwdPackedQuantized90,
   kFwdLatent90,
+  kFwdPackedMod90,
+  kFwdPackedQuantizedMod90,
 };
 
 // How a backward over keys gives its part of dq: added to memory in any order or in a fixed one, added in the L2 cache,

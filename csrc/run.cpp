@@ -44,7 +44,9 @@ std::string launch(const FwdCall& c, const Launch& l) {
     case KernelId::kFwd90: return launch_in({sm90::kFwd}, c, l);
     case KernelId::kFwdCached90: return launch_in({sm90::kFwdCached}, c, l);
     case KernelId::kFwdPacked90: return launch_in({sm90::kFwdPacked}, c, l);
+    case KernelId::kFwdPackedMod90: return launch_in({sm90::kFwdPackedMod}, c, l);
     case KernelId::kFwdPackedQuantized90: return launch_in({sm90::kFwdPackedQuantized}, c, l);
+    case KernelId::kFwdPackedQuantizedMod90: return launch_in({sm90::kFwdPackedQuantizedMod}, c, l);
     case KernelId::kFwdParts90: return launch_in({sm90::kFwdParts}, c, l);
     case KernelId::kFwdLatent90: return launch_in({sm90::kFwdLatent}, c, l);
     case KernelId::kFwdFp890:

@@ -153,7 +153,13 @@ Plan required_plan(const Path& path, const Request& request, const DeviceInfo& i
 
 Plan required_forward_plan(const Path& path, Request request, const DeviceInfo& info, const Tensor& q) {
   const auto is_packed = [](const Launch& l) {
-    return l.kernel == KernelId::kFwdPacked90 || l.kernel == KernelId::kFwdPackedQuantized90;
+    switch (l.kernel) {
+      case KernelId::kFwdPacked90:
+      case KernelId::kFwdPackedMod90:
+      case KernelId::kFwdPackedQuantized90:
+      case KernelId::kFwdPackedQuantizedMod90: return true;
+      default: return false;
+    }
   };
   const Plan found = required_plan(path, request, info);
   if (q.size(-2) == 1 || q.stride(-2) != 0 || std::ranges::none_of(found.steps(), is_packed)) return found;

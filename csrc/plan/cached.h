@@ -11,13 +11,13 @@ bool supports_quantized(Req r, Dev d);
 bool supports_cached_tma(Req r, Dev d);
 bool supports_packed(Req r, Dev d);
 bool supports_packed_dense(Req r, Dev d);
+bool supports_packed_mod(Req r, Dev d);
 bool supports_packed_quantized(Req r, Dev d);
 bool supports_latents(Req r, Dev d);
 bool prefers_cached_tma(Req r, Dev d);
 
 void build_packed(Req r, Dev d, Plan& p);
 void build_packed_dense(Req r, Dev d, Plan& p);
-void build_packed_quantized(Req r, Dev d, Plan& p);
 void build_cached_hopper(Req r, Dev d, Plan& p);
 void build_cached_portable(Req r, Dev d, Plan& p);
 void build_cached_mod(Req r, Dev d, Plan& p);

@@ -21,18 +21,26 @@ int packed_dim(const Problem& p) {
   const int x = std::max(p.head_dim, p.head_dim_v);
   return x <= 64 ? 64 : x <= 128 ? 128 : 256;
 }
-// Not in the batch-invariant mode: the longest sequence of a call would decide how the others are added up.
-bool shares_keys(const Problem& p, Dev d, int64_t rows) {
-  return rows <= 64 && sm90::can_share_keys(packed_dim(p)) && !d.batch_invariant;
+bool is_quantized(Req r) { return r.cache_type != CacheType::k16Bit; }
+// Whether a call needs the instances with masks, documents and biases, which take up to 39 registers more.
+bool has_masks(const Modifiers* m) {
+  return m != nullptr && (m->mask.words != nullptr || m->document_k.ids != nullptr || m->bias.ptr != nullptr ||
+                          m->by_distance.table != nullptr);
 }
-sm90::FwdTile packed_tile(const Problem& p, Dev d, int64_t rows) {
-  return sm90::packed_tile(packed_dim(p), shares_keys(p, d, rows));
+// Not in the batch-invariant mode: the longest sequence of a call would decide how the others are added up. Beside masks, and
+// beside modifiers and converters, there are no registers for the other tile.
+bool shares_keys(Req r, Dev d, int64_t rows) {
+  const bool is_only_one = has_masks(r.modifiers) || (r.modifiers != nullptr && is_quantized(r));
+  return (rows <= 64 || is_only_one) && sm90::can_share_keys(packed_dim(r.problem)) && !d.batch_invariant;
+}
+sm90::FwdTile packed_tile(Req r, Dev d, int64_t rows) {
+  return sm90::packed_tile(packed_dim(r.problem), shares_keys(r, d, rows));
 }
 
 // Rows of such a tile that are used: those of whole queries.
-int packed_rows(const Problem& p, Dev d, int64_t rows) {
-  const int group = p.num_heads / p.num_heads_k;
-  return packed_tile(p, d, rows).block_m() / group * group;
+int packed_rows(Req r, Dev d, int64_t rows) {
+  const int group = r.problem.num_heads / r.problem.num_heads_k;
+  return packed_tile(r, d, rows).block_m() / group * group;
 }
 
 // A sequence of more has its keys in one part. Tiles of one head, which 16-bit caches have for those, are no other kernel's
@@ -46,7 +54,7 @@ int64_t most_packed_rows(const Problem& p) {
 int64_t packed_row_tiles(Req r, Dev d, int64_t rows) {
   constexpr int kWaves = 4;
   const Problem& x = r.problem;
-  const int of_tile = packed_rows(x, d, rows);
+  const int of_tile = packed_rows(r, d, rows);
   const auto tiles = [&](int64_t n) { return (n + of_tile - 1) / of_tile; };
   if (rows <= most_packed_rows(x)) return tiles(rows);
   const int64_t items = std::max<int64_t>(1, int64_t{1} * x.batch * x.num_heads_k);
@@ -97,7 +105,7 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wid
     const int model_rows = packed ? 16 : t.rows;
     const double weight = (x.head_dim + x.head_dim_v) * t.element_bytes / 512.,
                  bytes = 4. * static_cast<double>(c.part_rows) * x.head_dim_v;
-    const int64_t row_tiles = packed ? (rows + packed_rows(x, d, rows) - 1) / packed_rows(x, d, rows) : 1;
+    const int64_t row_tiles = packed ? (rows + packed_rows(r, d, rows) - 1) / packed_rows(r, d, rows) : 1;
     const int64_t items = std::max<int64_t>(1, int64_t{1} * x.batch * x.num_heads_k * row_tiles);
     const int sms = std::max(1, d.num_sms);
     int64_t splits = best_parts(items, (keys + 63) / 64, model_rows, weight, bytes, sms, ctas_per_sm).parts;
@@ -117,9 +125,9 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wid
     c.least_keys = kLeastKeys;
   }
   if (wide == Wide::kPacked) {
-    c.tile_rows = packed_rows(x, d, rows);
-    c.block_n = packed_tile(x, d, rows).block_n;
-    c.scaled_maxima = true;
+    c.tile_rows = packed_rows(r, d, rows);
+    c.block_n = packed_tile(r, d, rows).block_n;
+    c.scaled_maxima = r.modifiers == nullptr;
     // A part has no stretches of keys.
     c.splits =
         static_cast<int>(std::max<int64_t>(c.splits, (keys + sm90::kStretches.above - 1) / sm90::kStretches.above));
@@ -185,12 +193,6 @@ void push_merge(const Problem& x, int size, int narrow_rows, Plan& p) {
       .rows = {narrow_rows, INT32_MAX};
 }
 
-// Whether a call needs the instances with masks, documents and biases, which take up to 39 registers more.
-bool has_masks(const Modifiers* m) {
-  return m != nullptr && (m->mask.words != nullptr || m->document_k.ids != nullptr || m->bias.ptr != nullptr ||
-                          m->by_distance.table != nullptr);
-}
-
 // Tiles of few rows, whose keys may be in parts. tall: sequences beyond them are another kernel's.
 RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPortable) {
   const Problem& x = r.problem;
@@ -205,7 +207,7 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
   if (!narrow && !wide) return others;
   // No other kernel takes more rows with modifiers or of 8 bits. Few sequences divide them; a CTA walks 64 at a time.
   const bool few = int64_t{1} * x.batch * x.num_heads_k < 2 * d.num_sms && rows <= kDividedRows;
-  const bool quantized = r.cache_type != CacheType::k16Bit;
+  const bool quantized = is_quantized(r);
   const bool divides = few && (r.modifiers != nullptr || quantized) && !d.batch_invariant;
   const int64_t divided = kind == Wide::kPacked ? std::min(rows, most_packed_rows(x))
                           : divides             ? kDividedRows
@@ -232,12 +234,14 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
     const int dim = packed_dim(x);
     const int64_t row_tiles = packed_row_tiles(r, d, rows);
     const int64_t tiles = slots * x.num_heads_k * c.splits * row_tiles;
-    const sm90::FwdTile t = packed_tile(x, d, rows);
+    const sm90::FwdTile t = packed_tile(r, d, rows);
     Launch& l = p.push(main_of(KernelId::kFwdPacked90, dim, dim, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
                                sm90::packed_smem_bytes(dim, t.shares_keys), tiles, d.num_sms));
+    const bool modified = r.modifiers != nullptr;
+    if (modified) l.kernel = KernelId::kFwdPackedMod90;
     if (quantized) {
-      const sm90::ConvertedTile converted = sm90::converted_tile(dim, t.shares_keys);
-      l.kernel = KernelId::kFwdPackedQuantized90;
+      const sm90::ConvertedTile converted = sm90::converted_tile(dim, t.shares_keys, modified);
+      l.kernel = modified ? KernelId::kFwdPackedQuantizedMod90 : KernelId::kFwdPackedQuantized90;
       l.stages = converted.raw_stages / 2, l.threads = converted.threads(), l.smem_bytes = converted.smem_bytes(dim);
     }
     l.grid.shared = p.split_kv.group;
@@ -261,7 +265,7 @@ bool supports_cached(Req r, Dev) {
 bool supports_cached_mod(Req r, Dev) {
   return r.modifiers != nullptr && r.cache_type == CacheType::k16Bit && !r.has_latents;
 }
-bool supports_quantized(Req r, Dev) { return r.cache_type != CacheType::k16Bit; }
+bool supports_quantized(Req r, Dev) { return is_quantized(r); }
 // What the Hopper kernels read: pieces of a tile begin on the 8 rows that the swizzle permutes, and end with a page.
 static bool supports_tma_pieces(Req r) {
   const bool pieces_fit = r.cache->block_table == nullptr || r.cache->page_size.divisor % 8 == 0;
@@ -275,19 +279,24 @@ static bool supports_packed_tiles(Req r, Dev d) {
   const Problem& x = r.problem;
   const int64_t rows = cached_rows(r);
   if (!supports_tma_pieces(r) || rows <= kNarrowRows) return false;
-  if (x.num_heads / x.num_heads_k > packed_tile(x, d, rows).block_m()) return false;
+  if (x.num_heads / x.num_heads_k > packed_tile(r, d, rows).block_m()) return false;
   const int64_t tiles = (int64_t{2} + x.batch) * x.num_heads_k * packed_row_tiles(r, d, rows);
   return tiles <= INT32_MAX / kMaxSplits && r.cache->max_keys <= int64_t{kMaxSplits} * sm90::kStretches.above;
 }
 bool supports_packed(Req r, Dev d) {
   return supports_cached(r, d) && supports_packed_tiles(r, d) && cached_rows(r) <= most_packed_rows(r.problem);
 }
-// Beside the converters, outputs of 256 columns have no registers. fp16 does not hold numbers times factors of any size.
-bool supports_packed_quantized(Req r, Dev d) {
-  if (!supports_quantized(r, d) || r.modifiers != nullptr || packed_dim(r.problem) > 128) return false;
-  if (r.has_slot_factors && r.problem.dtype == DType::kFloat16) return false;
+// Beside modifiers and converters, outputs of 256 columns have no registers. No other kernel for Hopper takes more rows.
+static bool supports_packed_rows(Req r, Dev d) {
+  if (packed_dim(r.problem) > 128) return false;
   const bool is_divided = cached_rows(r) <= most_packed_rows(r.problem);
   return supports_packed_tiles(r, d) && (is_divided || r.cache->max_keys <= sm90::kStretches.above);
+}
+bool supports_packed_mod(Req r, Dev d) { return supports_cached_mod(r, d) && supports_packed_rows(r, d); }
+// fp16 does not hold numbers times factors of any size.
+bool supports_packed_quantized(Req r, Dev d) {
+  if (!supports_quantized(r, d) || (r.has_slot_factors && r.problem.dtype == DType::kFloat16)) return false;
+  return supports_packed_rows(r, d);
 }
 // The batch-invariant mode promises equal bits for pages of every size.
 bool prefers_cached_tma(Req, Dev d) { return !d.batch_invariant; }
@@ -350,7 +359,6 @@ void build_latents(Req r, Dev d, Plan& p) {
 }
 
 void build_packed(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p, Wide::kPacked); }
-void build_packed_quantized(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p, Wide::kPacked); }
 
 // Without a cache, where all sequences are equally long.
 bool supports_packed_dense(Req r, Dev d) {

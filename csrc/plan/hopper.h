@@ -205,16 +205,18 @@ inline bool takes_m128(const Problem& p, const DeviceInfo& d, const Constraints&
 }
 
 // Whether short sequences take tiles of 64 queries, of which three are under way on a multiprocessor: where there are enough
-// of them, and few tiles of keys. Up to 32 rows the kernels for short sequences are faster. Evidence: m64.
+// of them, and few tiles of keys. The kernels for short sequences are faster up to 32 queries and keys, and of head_dim 32,
+// whose columns are half of what tiles have, where 65 to 80 would be two tiles. Evidence: m64.
 inline bool prefers_m64(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   if (c.fwd_block_m || d.batch_invariant || p.batch <= 0) return false;
   const bool causal = p.window_left < 0 && p.window_right == 0;
   const int64_t most = causal ? 512 : 256;
   if (p.is_varlen()) return std::max(p.total_q, p.total_k) <= most * p.batch;
   const int64_t tiles = (int64_t{p.seqlen_q} + 63) / 64 * p.num_heads * p.batch;
-  if (!c.short_kernels || std::min(p.seqlen_q, p.seqlen_k) <= 32 || tiles < 2 * d.num_sms) return false;
-  const bool is_short = std::max(p.seqlen_q, p.seqlen_k) <= most;
-  return is_short || p.seqlen_k <= 64 || (!causal && p.seqlen_k <= 256 && p.seqlen_q <= 1024);
+  const int longer = std::max(p.seqlen_q, p.seqlen_k), head_dim = std::max(p.head_dim, p.head_dim_v);
+  if (!c.short_kernels || longer <= 32 || tiles < 2 * d.num_sms) return false;
+  if (head_dim <= 32 && !causal && p.seqlen_q > 64 && longer <= 80) return p.seqlen_k <= 64;
+  return longer <= most || p.seqlen_k <= 64 || (!causal && p.seqlen_k <= 256 && p.seqlen_q <= 1024);
 }
 
 // Into how many parts CTAs share out the keys of each tile of 128 queries, where tiles are too few to go round: 4096

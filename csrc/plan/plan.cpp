@@ -63,7 +63,8 @@ const char* suffix_of(const Launch& l) {
     case KernelId::kFwdSplitQuantized80:
       if (l.variant == ScoreVariant::kAll) return l.cache_type == CacheType::kInt8 ? "_int8_all" : "_e4m3_all";
       return l.cache_type == CacheType::kInt8 ? "_int8" : "_e4m3";
-    case KernelId::kFwdPackedQuantized90: return l.cache_type == CacheType::kInt8 ? "_int8" : "_e4m3";
+    case KernelId::kFwdPackedQuantized90:
+    case KernelId::kFwdPackedQuantizedMod90: return l.cache_type == CacheType::kInt8 ? "_int8" : "_e4m3";
     case KernelId::kBwdFused90:
       return l.dq == DqMode::kOrdered   ? "_det"
              : l.dq == DqMode::kPool    ? "_pool"
@@ -120,6 +121,8 @@ const char* stem_of(KernelId k) {
     case KernelId::kFwdCached90: return "fwd_cached_sm90";
     case KernelId::kFwdPacked90: return "fwd_packed_sm90";
     case KernelId::kFwdPackedQuantized90: return "fwd_packed_quantized_sm90";
+    case KernelId::kFwdPackedMod90: return "fwd_packed_mod_sm90";
+    case KernelId::kFwdPackedQuantizedMod90: return "fwd_packed_quantized_mod_sm90";
     case KernelId::kFwdLatent90: return "fwd_latent_sm90";
     case KernelId::kAlignBias: return "align_bias_rows";
   }

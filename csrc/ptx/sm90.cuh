@@ -376,4 +376,9 @@ __device__ __forceinline__ void wgmma_ss_rows(float (&d)[kCount], uint32_t low_a
 #undef FX_WGMMA_RS_K_TYPED
 #include "operand_lists_end.cuh"
 
+// Asks for the line at an address, for the L1 cache.
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+}
+
 }  // namespace flash_ext::ptx

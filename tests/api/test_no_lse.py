@@ -416,9 +416,9 @@ def row_calls() -> Iterator[RowCall]:
             )
     for asks in ("kv_splits=1", "kv_splits=5"):
         yield RowCall("sm90.fwd_cached.packed", (30, 700), (8, 2), options=("pages", "causal"), asks=asks)
-        yield RowCall(
-            "sm90.fwd_cached.packed_quantized", (30, 700), (8, 2), options=("pages", "e4m3"), asks=asks
-        )
+        for name, *more in (("quantized", "e4m3"), ("quantized", "e4m3", "softcap"), ("mod", "softcap")):
+            row = f"sm90.fwd_cached.packed_{name}"
+            yield RowCall(row, (30, 700), (8, 2), options=("pages", *more), asks=asks)
         yield RowCall("sm90.fwd_cached.latent", (3, 700), (8, 1), 576, ("pages", "causal"), asks)
     yield RowCall("sm90.fwd_cached", (200, 700), (8, 2), options=("pages",))
     yield RowCall("sm90.fwd_cached", (200, 700), (8, 2), options=("pages", "causal"))  # some see nothing

@@ -100,7 +100,7 @@ FAULTS = {
          "const int there = emu::fault == 10 ? rows : min("),
     11: ("a tree one key too early", "common/mask_words.cuh", "const int at = col0 - score_mod.shift();",
          "const int at = col0 - score_mod.shift() + (emu::fault == 11);"),
-    12: ("ids of another sequence", "sm80/split_kv/mod.cuh", "s.seq.b * s.m.document_k.batch_stride",
+    12: ("ids of another sequence", "common/mod_scores.cuh", "s.seq.b * s.m.document_k.batch_stride",
          "(emu::fault == 12 ? 0 : s.seq.b) * s.m.document_k.batch_stride"),
 }  # fmt: skip
 PROGRAM_OF = {1: "bwd_bias", 2: "bwd_bias", 3: "bwd_bias", 4: "fwd_split", 5: "fwd_split", 6: "fwd_split",

@@ -48,9 +48,10 @@ HOPPER = ("fwd_sm90_kernel",)  # compiled for sm_90a alone
 HOPPER_HEAD_DIMS = (*HEAD_DIMS, 192, *(2 * (64, 96, 128)), 64)
 HOPPER_CACHED = ("fwd_cached_sm90_kernel",)
 HOPPER_CACHED_HEAD_DIMS = (*HEAD_DIMS, 192)  # as above, without lower tiles
-# Up to 128 once more, for few rows.
-HOPPER_PACKED, HOPPER_PACKED_HEAD_DIMS = ("fwd_packed_sm90_kernel",), (64, 64, 128, 128, 256)
-HOPPER_QUANTIZED, HOPPER_QUANTIZED_HEAD_DIMS = ("fwd_packed_quantized_sm90_kernel",), (64, 64, 128, 128)
+# Up to 128 once more for few rows, and both with modifiers too.
+HOPPER_PACKED, HOPPER_PACKED_HEAD_DIMS = ("fwd_packed_sm90_kernel",), (*4 * (64, 128), 256)
+# Those with modifiers for few rows alone.
+HOPPER_QUANTIZED, HOPPER_QUANTIZED_HEAD_DIMS = ("fwd_packed_quantized_sm90_kernel",), 3 * (64, 128)
 HOPPER_LATENT = ("fwd_latent_sm90_kernel",)
 HOPPER_MOD = ("fwd_mod_sm90_kernel",)
 HOPPER_MOD_HEAD_DIMS = (64, 128, 192, 256)

@@ -73,7 +73,7 @@ INCLUDES = [
     ("inst/fp8_passes.cu", ("passes/", "launch.h")),
     ("inst/passes.cu", ("passes/", "gqa_splits.h", "launch.h", "paths.h")),
     ("inst/append_kv.cu", ("passes/", "append_kv.h", "dtype.cuh", "launch.h")),
-    (r"inst/fwd(_cached|_fp8|_mixed|_packed|_packed_quantized|_parts|_latent)?_sm90", ("sm90/",)),
+    (r"inst/fwd(_cached|_fp8|_mixed|_packed(_quantized)?(_mod)?|_parts|_latent)?_sm90", ("sm90/",)),
     ("inst/fwd_mod_sm90", ("sm90/",)),
     ("inst/bwd_sm90", ("sm90/",)),
     ("inst/bwd_mod_sm90", ("sm90/",)),

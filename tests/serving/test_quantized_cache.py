@@ -352,7 +352,7 @@ def test_what_packed_tiles_do_not_take(kind: torch.dtype) -> None:
 
     assert row("slots") == row(dtype=torch.float16) == row(head_dim=128) == row(head_dim=80) == PACKED
     assert row("slots", dtype=torch.float16) == row(head_dim=192) == row(page_size=4) == PORTABLE
-    assert row(softcap=3.0) == PORTABLE
+    assert row(softcap=3.0) == PACKED
     with serving.set_batch_invariant(True):
         assert row() == PORTABLE
     # Prompts of any length, whose keys are whole.

@@ -18,7 +18,9 @@ inline RowEnding ending_of(const FwdCall& c) {
   switch (c.plan.main_launch().kernel) {
     case KernelId::kFwdSplitMod80:
     case KernelId::kFwdSplitCachedMod80:
-    case KernelId::kFwdSplitQuantized80: return RowEnding::of(c.modifiers);
+    case KernelId::kFwdSplitQuantized80:
+    case KernelId::kFwdPackedMod90:
+    case KernelId::kFwdPackedQuantizedMod90: return RowEnding::of(c.modifiers);
     case KernelId::kFwdParts90: return {1.f};  // its maxima are scaled
     default: return {c.p.problem.abs_scale_log2};
   }

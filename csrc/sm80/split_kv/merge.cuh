@@ -1,6 +1,7 @@
 // Adds up the parts of the keys that the forward for few queries leaves.
 #pragma once
 
+#include "../../common/mod_scores.cuh"
 #include "kernel.cuh"
 
 namespace flash_ext::sm80 {
@@ -23,12 +24,7 @@ struct RowEnding {
                           bool stores) const {
     float lse;
     float inverse = finish_row(state, unit_log2, lse);
-    if (sinks != nullptr && inside && lse == lse) {
-      const float sink = sinks[at.h], high = fmaxf(lse, sink), low = fminf(lse, sink);
-      const float sum = high == low ? high + kLn2 : high + log1pf(expf(low - high));
-      inverse *= lse == -INFINITY ? 0.f : expf(lse - sum);
-      lse = sum;
-    }
+    if (sinks != nullptr && inside && lse == lse) inverse *= add_sink(lse, sinks[at.h]);
     if (!stores) return inverse;
     const int64_t offset = at.lse_offset(p.problem);
     if (p.lse != nullptr) p.lse[offset] = lse;

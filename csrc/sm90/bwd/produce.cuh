@@ -152,11 +152,11 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
             ++work.w.h;
             work.tile += static_cast<int>(a.grid.shared.divisor) * a.tiles_per_head;
             ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
-            if (work.steps == 0) ptx::mbarrier_arrive(bars.work_ending());
+            if (dynamic && work.steps == 0) ptx::mbarrier_arrive(bars.work_ending());
           }
           __syncwarp();
           load_keys_of<T>(a, maps, smem, work_tiles[work_ring.stage], bars, kv_phase);
-          wait(bars.work_ending(), work_ring.stage % 2);
+          if (dynamic) wait(bars.work_ending(), work_ring.stage % 2);
           work_ring.advance();
         }
       }

@@ -53,7 +53,7 @@ struct FwdTraits {
   using Numbers = PlainNumbers<FwdTraits>;  // how the consumers compute
   using Tile = std::conditional_t<kInParts, PartTile, WorkTile>;
   using Args = std::conditional_t<kInParts, FwdPartsArgs, FwdArgs>;
-  static constexpr bool kParts = kInParts, kPacked = false;  // kPacked: fwd_cached/packed.cuh
+  static constexpr bool kParts = kInParts, kPacked = false, kModified = false;  // the latter two: fwd_cached/packed.cuh
   static constexpr bool kUnits = !kInParts && D <= 128;  // work tiles may be units of heads
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr FwdTile kTile = fwd_tile(D, Dv, kMostRows);

@@ -153,6 +153,10 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     return work_tiles[(count - 1) % T::kWorkStages].w.k.length - tile * kN <= kNarrow;
   };
   const auto mask = [&] {
+    if constexpr (T::kModified) {
+      const WorkTile& changed = work_tiles[(count - 1) % T::kWorkStages];
+      return numbers.change_scores(a, changed, s, tile * T::kBlockN + own_keys, row_in_tile);
+    }
     if (tile >= whole_begin && tile < whole_end) return;
     const WorkTile& work = work_tiles[(count - 1) % T::kWorkStages];
     const AttnMod mod{a.p.problem, work.w.q.length, work.w.k.length};
@@ -178,6 +182,13 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     ptx::wgmma_fence();
     Numbers::issue_scores(s, q_low, k_low);
     ptx::wgmma_commit();
+  };
+  const auto begin_tile = [&] {
+    if constexpr (T::kModified) {
+      numbers.expect(a, work_tiles[(count - 1) % T::kWorkStages], tile * T::kBlockN + own_keys, row_in_tile);
+    } else {
+      numbers.begin_tile(a, tile);
+    }
   };
   const auto finish_scores = [&](int k_stage) {
     ptx::warpgroup_fence_operand(s);
@@ -212,9 +223,9 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const Work& w = work.w;
     auto& result = numbers.result(o);
     if constexpr (kSharesKeys) {
-      if (!join_halves<T>(smem, group, result, state)) return;
+      if (!join_halves<T>(smem, group, result, state, numbers.unit())) return;
     }
-    if constexpr (T::kPacked) return store_packed<T>(a, work, result, state, row_in_tile, lane);
+    if constexpr (T::kPacked) return store_packed<T>(a, work, result, state, row_in_tile, lane, numbers.unit());
     if constexpr (T::kParts && !T::kPacked)
       return store_part<T>(a, work, result, state, w.block * T::kBlockM + row_in_tile, lane);
     if (work.w.k.length > kStretches.above) {
@@ -243,7 +254,7 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const int v_stage = ring.stage;
     ring.advance();
     pingpong_arrive();
-    numbers.begin_tile(a, tile);
+    begin_tile();
     ptx::wgmma_wait<1>();
     finish_scores(k_stage);
     ptx::wgmma_wait<0>();
@@ -279,7 +290,7 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const int k_stage = ring.stage;
     ring.advance();
     pingpong_arrive();
-    numbers.begin_tile(a, tile);
+    begin_tile();
     if (started) skip_stage();
     started = true;
     ptx::wgmma_wait<0>();
@@ -288,7 +299,9 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     prepare_weights(true);
 #pragma unroll 1
     while ((has_step = next_step()) && is_seen()) {
-      if (new_work) {
+      if constexpr (T::kModified) {  // one copy, as what becomes of scores takes the compiler seconds
+        step(new_work);
+      } else if (new_work) {
         step(true);
       } else {
         step(false);

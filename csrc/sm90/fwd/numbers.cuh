@@ -20,6 +20,7 @@ struct PlainNumbers {
   __device__ __forceinline__ explicit PlainNumbers(const Args& a) : scale(a.p.problem.abs_scale_log2) {}
   __device__ __forceinline__ void begin_work(const Args&, const WorkTile&, int) {}
   __device__ __forceinline__ void begin_tile(const Args&, int) {}
+  __device__ __forceinline__ static constexpr float unit() { return 1.f; }  // of maxima, in log2
 
   template <int kCount>
   __device__ __forceinline__ static void issue_scores(float (&s)[kCount], uint32_t q, uint32_t k) {

@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "../fwd/launch.cuh"
-#include "packed.cuh"
+#include "packed_mod.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -90,14 +90,15 @@ std::string prepare_packed(const FwdCall& c, const Launch& l, PackedFwdArgs& a, 
   return encode_heads_map(maps.q, c.p.q, c.p.problem, box);
 }
 
-// Calls f<E, kSharesKeys>() for the element type and the tile that the plan has chosen.
-template <int D, typename F>
+// Calls f<E, kSharesKeys>() for the element type and the tile that the plan has chosen. kOnlyShares: there is no other.
+template <int D, bool kOnlyShares = false, typename F>
 std::string with_packed_tile(const FwdCall& c, const Launch& l, const F& f) {
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
     if constexpr (can_share_keys(D)) {
       if (l.block_m == 64) return f.template operator()<E, true>();
     }
-    return f.template operator()<E, false>();
+    if constexpr (kOnlyShares) return not_compiled(l);
+    else return f.template operator()<E, false>();
   });
 }
 
@@ -113,11 +114,13 @@ std::string launch_packed_kernel(const char* name, const Kernel& kernel, const F
   return launch_planned(l, kernel, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }
 
-template <int D>
+template <int D, bool kMod>
 std::string launch_fwd_packed(const FwdCall& c, const Launch& l) {
   return with_packed_tile<D>(c, l, [&]<typename E, bool kSharesKeys>() {
-    using T = PackedTraits<E, D, kSharesKeys>;
-    return launch_packed_kernel<T>("fwd_packed_sm90", fwd_packed_sm90_kernel<T>, c, l, PackedFwdArgs{},
+    using T = PackedTraits<E, D, kSharesKeys, kMod>;
+    typename T::Args args{};
+    if constexpr (kMod) args.m = c.modifiers;
+    return launch_packed_kernel<T>(stem_of(l.kernel), fwd_packed_sm90_kernel<T>, c, l, args,
                                    [&](auto& a, FwdMaps& maps) { return encode_kv_maps(c, a, maps); });
   });
 }

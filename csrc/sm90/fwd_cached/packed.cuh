@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../../common/key_parts.cuh"
+#include "../../common/mod_scores.cuh"
 #include "kernel.cuh"
 #include "tiles.h"
 
@@ -27,13 +28,22 @@ struct PackedFwdArgs : CachedFwdArgs {
   Divisor row_tiles;  // CTAs that share out the tiles of a sequence, a key head and a part
 };
 
-template <typename E, int D, bool kSharesKeys>
+// Calls with modifiers (packed_mod.cuh).
+template <typename Args>
+struct WithModifiers : Args {
+  Modifiers m;
+};
+template <typename T, typename Base>
+struct ModifiedNumbers;
+
+template <typename E, int D, bool kSharesKeys, bool kMod = false>
 struct PackedTraits : FwdTraits<E, D, D, D <= 128 ? 128 : 192> {
   using Base = FwdTraits<E, D, D, D <= 128 ? 128 : 192>;
-  using Numbers = PlainNumbers<PackedTraits>;
+  using Numbers =
+      std::conditional_t<kMod, ModifiedNumbers<PackedTraits, PlainNumbers<PackedTraits>>, PlainNumbers<PackedTraits>>;
   using Tile = PackedTile;
-  using Args = PackedFwdArgs;
-  static constexpr bool kParts = true, kPacked = true;
+  using Args = std::conditional_t<kMod, WithModifiers<PackedFwdArgs>, PackedFwdArgs>;
+  static constexpr bool kParts = true, kPacked = true, kModified = kMod;
   static constexpr bool kQuantized = false;  // quantized.cuh
   static constexpr bool kCutsQueries = false;  // whether a tile may have some heads of a query (fwd_latent/kernel.cuh)
   static constexpr FwdTile kTile = packed_tile(D, kSharesKeys);
@@ -88,20 +98,25 @@ __device__ __forceinline__ float* packed_lse(const PackedFwdArgs& a, const Work&
 
 // Rows that have no keys.
 template <typename T>
-__device__ __forceinline__ void store_empty_packed(const PackedFwdArgs& a, const Work& w, int lane) {
+__device__ __forceinline__ void store_empty_packed(const typename T::Args& a, const Work& w, int lane) {
 #pragma unroll 1
   for (int row = 0; row < a.tile_rows; ++row) {
     const PackedRow at = PackedRow::of<T>(a, w, row);
     if (!at.is_there(a, w, row)) break;
-    if (float* const lse = packed_lse(a, w, at); lse != nullptr && lane == 0) *lse = -INFINITY;
+    float value = -INFINITY;
+    if constexpr (T::kModified) {
+      if (a.m.sinks != nullptr && w.b >= 0 && w.b < a.p.problem.batch) value = a.m.sinks[at.head];
+    }
+    if (float* const lse = packed_lse(a, w, at); lse != nullptr && lane == 0) *lse = value;
     zero_rows(a.p.out, w.b, w.q.start + at.query, at.head, 1, a.p.problem.head_dim_v, lane);
   }
 }
 
 // Two warpgroups that have the same rows and half of the keys each: the second one hands what it holds to the first, thread
-// by thread. True in the first, which then holds both.
+// by thread. True in the first, which then holds both. unit: of maxima, in log2.
 template <typename T>
-__device__ __forceinline__ bool join_halves(uint32_t smem, int group, float (&o)[T::kHeadDimV / 2], RowState& state) {
+__device__ __forceinline__ bool join_halves(uint32_t smem, int group, float (&o)[T::kHeadDimV / 2], RowState& state,
+                                            float unit) {
   constexpr int kThreads = 256, kPieces = T::kHeadDimV / 8, kPitch = 128 * 16;
   const uint32_t own = smem + T::kHandoverAt + ptx::fresh_thread_idx() % 128 * 16;
   if (group == 1) {
@@ -122,8 +137,8 @@ __device__ __forceinline__ bool join_halves(uint32_t smem, int group, float (&o)
     for (int half = 0; half < 2; ++half) {
       const float lower = fminf(state.minus_max[half], minus_max[half]);
       const bool unseen = lower == INFINITY;
-      ours[half] = unseen ? 1.f : ptx::ex2(lower - state.minus_max[half]);
-      theirs[half] = unseen ? 1.f : ptx::ex2(lower - minus_max[half]);
+      ours[half] = unseen ? 1.f : ptx::ex2((lower - state.minus_max[half]) * unit);
+      theirs[half] = unseen ? 1.f : ptx::ex2((lower - minus_max[half]) * unit);
       state.minus_max[half] = lower;
       state.sum[half] = state.sum[half] * ours[half] + sum[half] * theirs[half];
     }
@@ -141,11 +156,12 @@ __device__ __forceinline__ bool join_halves(uint32_t smem, int group, float (&o)
   return group == 0;
 }
 
-// Stores what a thread holds of two rows: a part, or the result. `from`: the first of the columns that it has.
+// Stores what a thread holds of two rows: a part, or the result. unit: of maxima, in log2. `from`: the first of the columns
+// that it has.
 template <typename T, int kCount>
-__device__ __forceinline__ void store_packed(const PackedFwdArgs& a, const typename T::Tile& work,
+__device__ __forceinline__ void store_packed(const typename T::Args& a, const typename T::Tile& work,
                                              const float (&o)[kCount], const RowState& state, int row, int lane,
-                                             int from = 0) {
+                                             float unit = 1.f, int from = 0) {
   const Work& w = work.w;
   const int columns = a.p.problem.head_dim_v - from, quad_lane = lane % 4;
   const bool stores_stats = quad_lane == 0 && from == 0;
@@ -175,10 +191,12 @@ __device__ __forceinline__ void store_packed(const PackedFwdArgs& a, const typen
       continue;
     }
     const bool empty = state.minus_max[half] == INFINITY && sum == 0.f;
-    const float inverse = empty ? 0.f : factor / sum;
-    if (float* const lse = packed_lse(a, w, at); lse != nullptr && stores_stats && is_there) {
-      *lse = empty ? -INFINITY : logf(sum) - state.minus_max[half] * kLn2;
+    float inverse = empty ? 0.f : factor / sum;
+    float lse = empty ? -INFINITY : logf(sum) - state.minus_max[half] * (unit * kLn2);
+    if constexpr (T::kModified) {
+      if (a.m.sinks != nullptr && lse == lse) inverse *= add_sink(lse, a.m.sinks[at.head]);
     }
+    if (float* const to = packed_lse(a, w, at); to != nullptr && stores_stats && is_there) *to = lse;
     uint16_t* const out = row_pointer(a.p.out, w.b, w.q.start + at.query, at.head) + from;
     if (a.p.out.is_float) {
       float* const to = float_row_pointer(a.p.out, w.b, w.q.start + at.query, at.head) + from + quad_lane * 2;
@@ -323,7 +341,7 @@ __device__ __forceinline__ void schedule_packed_work(const typename T::Args& a, 
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
-    fwd_packed_sm90_kernel(const __grid_constant__ PackedFwdArgs a, const __grid_constant__ FwdMaps maps) {
+    fwd_packed_sm90_kernel(const __grid_constant__ typename T::Args a, const __grid_constant__ FwdMaps maps) {
   run_cached_cta<T>(a, maps, [&](const auto& cta) {
     Work& place = *reinterpret_cast<Work*>(cta.bytes + T::kPlaceAt);
     schedule_packed_work<T>(a, maps, cta.smem, cta.shared, cta.bars, place);

@@ -18,7 +18,7 @@
 #pragma once
 
 #include "convert.cuh"
-#include "packed.cuh"
+#include "packed_mod.cuh"
 #include "tiles.h"
 
 namespace flash_ext::sm90 {
@@ -48,11 +48,11 @@ struct QuantizedNumbers : PlainNumbers<T> {
   using PlainNumbers<T>::PlainNumbers;
   float of_scores = 1.f;  // what the scale does not hold
 
-  // A factor that is not positive, or that takes the scale to the ends of fp32, is multiplied apart.
+  // A factor is multiplied apart if it is not positive, takes the scale to the ends of fp32, or modifiers follow.
   __device__ __forceinline__ void begin_work(const QuantizedFwdArgs& a, const WorkTile& work, int) {
     const float own = a.p.problem.abs_scale_log2, factor = static_cast<const QuantizedTile&>(work).of_k;
     const float both = own * factor;
-    const bool fits = both >= 0x1p-100f && both <= 0x1p100f;
+    const bool fits = !T::kModified && both >= 0x1p-100f && both <= 0x1p100f;
     this->scale = fits ? both : own;
     of_scores = fits ? 1.f : factor;
   }
@@ -64,15 +64,16 @@ struct QuantizedNumbers : PlainNumbers<T> {
   }
 };
 
-template <typename E, int D, bool kSharesKeys>
-struct QuantizedTraits : PackedTraits<E, D, kSharesKeys> {
-  using Base = PackedTraits<E, D, kSharesKeys>;
-  using Numbers = QuantizedNumbers<QuantizedTraits>;
+template <typename E, int D, bool kSharesKeys, bool kMod = false>
+struct QuantizedTraits : PackedTraits<E, D, kSharesKeys, kMod> {
+  using Base = PackedTraits<E, D, kSharesKeys, kMod>;
+  using Numbers = std::conditional_t<kMod, ModifiedNumbers<QuantizedTraits, QuantizedNumbers<QuantizedTraits>>,
+                                     QuantizedNumbers<QuantizedTraits>>;
   using Tile = QuantizedTile;
-  using Args = QuantizedFwdArgs;
+  using Args = std::conditional_t<kMod, WithModifiers<QuantizedFwdArgs>, QuantizedFwdArgs>;
   static constexpr bool kQuantized = true;
   static constexpr bool kSlotFactors = !std::is_same_v<E, __half>;
-  static constexpr ConvertedTile kConverted = converted_tile(D, kSharesKeys);
+  static constexpr ConvertedTile kConverted = converted_tile(D, kSharesKeys, kMod);
   static_assert(kConverted.plain.block_n == Base::kBlockN && kConverted.plain.block_m() == Base::kBlockM);
   static constexpr int kKvStages = kConverted.plain.kv_stages, kQStages = kConverted.plain.q_stages;
   static constexpr int kRawStages = kConverted.raw_stages, kThreads = kConverted.threads();
@@ -177,7 +178,7 @@ __device__ __forceinline__ void load_slot_factors(const QuantizedFwdArgs& a, con
 
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
-    fwd_packed_quantized_sm90_kernel(const __grid_constant__ QuantizedFwdArgs a, const __grid_constant__ FwdMaps maps) {
+    fwd_packed_quantized_sm90_kernel(const __grid_constant__ typename T::Args a, const __grid_constant__ FwdMaps maps) {
   run_cta<T, QuantizedTile, QuantizedBarriers<T>>(
       [&](const auto& cta, int warp) {
         const RawRing<T> copies{cta.smem, cta.bars};

@@ -21,7 +21,8 @@ struct Fp8Traits {
   using Numbers = Fp8Numbers<Fp8Traits>;
   using Tile = WorkTile;
   using Args = Fp8Args;
-  static constexpr bool kMixed = kMixedMode, kNamesSequences = true, kParts = false, kPacked = false, kUnits = false;
+  static constexpr bool kMixed = kMixedMode, kNamesSequences = true, kParts = false, kPacked = false, kModified = false,
+                        kUnits = false;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr Fp8Tile kTile = fp8_tile(D, Dv, kMixed);
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.plain().block_m();

@@ -25,7 +25,7 @@ struct LatentTraits {
   using Element = E;
   using Tile = PackedTile;
   using Args = PackedFwdArgs;
-  static constexpr bool kPacked = true, kQuantized = false, kCutsQueries = true;
+  static constexpr bool kPacked = true, kQuantized = false, kModified = false, kCutsQueries = true;
   static constexpr int kHeadDim = LatentTile::kHeadDim, kHeadDimV = LatentTile::kHeadDimV;
   static constexpr int kBlockM = LatentTile::kRows, kBlockN = LatentTile::kKeys, kThreads = LatentTile::kThreads;
   static constexpr int kConsumers = 2, kConsumerRegs = 232, kProducerRegs = 40;
@@ -232,7 +232,7 @@ __device__ __forceinline__ void consume_latents(const PackedFwdArgs& a, uint32_t
     ptx::warpgroup_fence_operand(o);
     arrive(bars.kv_empty(ring.stage ^ 1));
     join_sums<T>(smem, count % 2, group, row, lane, state);
-    store_packed<T>(a, work, o, state, row, lane, group * kOwn);
+    store_packed<T>(a, work, o, state, row, lane, 1.f, group * kOwn);
   }
 }
 

@@ -437,9 +437,9 @@ void run(const FwdParams& p, const Modifiers& m, const Plan& plan, const KvCache
         } else if (l.kernel == KernelId::kFwdSplitQuantized80) {
           const auto run_rows = [&]<typename T>() {
             if (l.variant == ScoreVariant::kAll) {
-              sm80::fwd_split_quantized_kernel<T, sm80::Knows::kMasks>(p, g, cache, c, l.rows, m, factors);
+              sm80::fwd_split_quantized_kernel<T, Knows::kMasks>(p, g, cache, c, l.rows, m, factors);
             } else {
-              sm80::fwd_split_quantized_kernel<T, sm80::Knows::kTree>(p, g, cache, c, l.rows, m, factors);
+              sm80::fwd_split_quantized_kernel<T, Knows::kTree>(p, g, cache, c, l.rows, m, factors);
             }
           };
           const auto run_tile = [&]<CacheType kType>() {
@@ -457,10 +457,10 @@ void run(const FwdParams& p, const Modifiers& m, const Plan& plan, const KvCache
         } else if (l.kernel == KernelId::kFwdSplitCachedMod80) {
           const auto run_rows = [&]<int kRows>() {
             if (l.variant == ScoreVariant::kAll) {
-              sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, kRows>, sm80::Knows::kMasks>(p, g, cache, c,
+              sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, kRows>, Knows::kMasks>(p, g, cache, c,
                                                                                                      l.rows, m);
             } else {
-              sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, kRows>, sm80::Knows::kTree>(p, g, cache, c,
+              sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, kRows>, Knows::kTree>(p, g, cache, c,
                                                                                                     l.rows, m);
             }
           };

@@ -252,13 +252,13 @@ def test_make_checks_it_before_an_environment_is_made(tmp_path, target, variable
 def test_make_asks_an_environment_that_is_there_for_its_headers(tmp_path):
     """Those of the python3 that would have made it are another matter. A style check needs no compiler."""
     executable(tmp_path / "venv" / "bin" / "python", "exit 0")
-    there = f"VENV={tmp_path / 'venv'}"
-    done = subprocess.run(
-        ["make", "-n", "build", there], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith(f'{tmp_path}/venv/bin/python -c "$CHECK" && py=$(python3 ')
-    done = subprocess.run(["make", "-n", "lint", there], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "$CHECK" not in done.stdout
+
+    def planned(target: str) -> str:
+        call = ["make", "--no-print-directory", "-n", target, f"VENV={tmp_path / 'venv'}"]
+        return subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert planned("build").startswith(f'{tmp_path}/venv/bin/python -c "$CHECK" && py=$(python3 ')
+    assert "$CHECK" not in planned("lint")
 
 
 def run_hook(call: str, *, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess:

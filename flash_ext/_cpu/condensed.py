@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._masks.block_mask import packed_bits, unpacked
-from .._ops.modifiers import Modifiers
+from .._ops.modifiers import MASK_GROUP, Modifiers
 
-MASK_GROUP, GROUP = 64, 32
+GROUP = 32
 INT32 = torch.iinfo(torch.int32)
 
 # ---- sizes; the numbers may be symbolic ----------------------------------------------------------------

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
+MASK_GROUP = 64  # rows that a summary of a condensed mask stands for: Modifiers::kMaskGroup
+
 
 @dataclass(frozen=True, eq=False)
 class Modifiers:

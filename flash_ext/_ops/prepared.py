@@ -18,11 +18,10 @@ from .._masks.biases import Bias
 from .._masks.block_mask import BlockMask, with_leading
 from .._masks.lower import Terms, terms_for
 from .._masks.value import Mask, Sizes, is_capturing, only_leaf
-from .modifiers import Modifiers
+from .modifiers import MASK_GROUP, Modifiers
 
 MOST_PREPARED = 8  # sizes of calls that one mask keeps what it made for
 MOST_ELEMENTS = 2**26  # of cut blocks, a byte each, that are written out at a time
-ROWS_OF_GROUP = 64  # that summaries of condensed masks stand for: Modifiers::kMaskGroup
 
 
 class Prepared(NamedTuple):
@@ -404,7 +403,7 @@ def _condensed_elements(block_mask: BlockMask, sizes: Sizes) -> Tensor | None:
         return None
     batch, num_heads, row_blocks, key_blocks = block_mask.blocks.shape
     rows, cols = block_mask.block_size
-    whole = math.lcm(rows, ROWS_OF_GROUP) // rows  # row blocks that are groups as well
+    whole = math.lcm(rows, MASK_GROUP) // rows  # row blocks that are groups as well
     count = max(MOST_ELEMENTS // (batch * num_heads * rows * key_blocks * cols) // whole, 1) * whole
     parts: list[tuple[Tensor, ...]] = []
     for first in range(0, row_blocks, count):
@@ -416,7 +415,7 @@ def _condensed_elements(block_mask: BlockMask, sizes: Sizes) -> Tensor | None:
         if count >= row_blocks:
             return condensed
         own = elements.shape[2]
-        groups = -(-own // ROWS_OF_GROUP)
+        groups = -(-own // MASK_GROUP)
         parts.append(condensed.split([own, groups, groups], dim=2))
     # Rows, then the words that any row of a group sees, then those that all see (csrc/condensed.h).
     return torch.cat([part[kind] for kind in range(3) for part in parts], dim=2)

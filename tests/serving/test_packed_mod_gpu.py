@@ -31,7 +31,7 @@ def make(bits: int, page_size: int, heads_k: int, head_dim: int) -> tuple[Cache,
     if bits == 16:
         return make_cache(list(LENGTHS), page_size, heads_k, head_dim, None, **LIKE), {}
     wide = make_cache(list(LENGTHS), page_size, heads_k, head_dim, head_dim, "cuda", torch.float32)
-    return in_bytes(wide, torch.float8_e4m3fn if bits == 8 else torch.int8, "heads")
+    return in_bytes(wide, torch.float8_e4m3fn, "heads")
 
 
 def few(

@@ -25,15 +25,14 @@ inline CUtensorMapDataType map_type_of(DType dtype) {
 // What one copy brings: rows of 128 bytes, or of 64, which have a swizzle of their own. `others`: along the dimension
 // behind that of `rows`.
 struct Box {
-  int columns, rows, element_bytes = 2;
-  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
-  int others = 1;
+  int columns, rows, element_bytes = 2, others = 1;
   int row_bytes() const { return columns * element_bytes; }
 };
 
 inline constexpr cuuint64_t kManyEntries = (cuuint64_t{1} << 31) - 1;
 
-// Errors in words, or empty.
+// Errors in words, or empty. A miss brings a line of 128 bytes into the L2 cache: of two, the second is often another
+// head's, or gone before the box beside asks for it. Evidence: paged.
 inline std::string encode(CUtensorMap& map, void* ptr, CUtensorMapDataType type, const cuuint64_t (&dims)[5],
                           const cuuint64_t (&strides)[4], const Box& b) {
   static const EncodeTiled encode_tiled = find_encoder();
@@ -43,7 +42,7 @@ inline std::string encode(CUtensorMap& map, void* ptr, CUtensorMapDataType type,
   const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
   const CUresult result = encode_tiled(&map, type, 5, ptr, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                        b.row_bytes() == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-                                       b.promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   // The driver's codes are those of the runtime; a context lost earlier shows here first.
   if (result == CUDA_SUCCESS) return {};
   return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");

@@ -48,9 +48,7 @@ inline std::string encode_bias_map(CUtensorMap& map, const BiasView& x, const Pr
   const cuuint64_t strides[4] = {map_stride(x.row_stride, element), map_stride(x.head_stride, element),
                                  map_stride(x.batch_stride, element), 16};
   const CUtensorMapDataType type = x.is_float ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : map_type_of(p.dtype);
-  // Rows of a bias need not be multiples of 256 bytes, which the usual promotion brings at a time.
-  return encode(map, const_cast<void*>(x.ptr), type, dims, strides,
-                {128 / element, box_rows, element, CU_TENSOR_MAP_L2_PROMOTION_L2_128B});
+  return encode(map, const_cast<void*>(x.ptr), type, dims, strides, {128 / element, box_rows, element});
 }
 
 // Whether add_far_bias() may read a bias in fp32 by pairs: the second element of the last one of a row may belong to no

@@ -18,6 +18,12 @@ struct BiasRows {
 
   static constexpr int kPieceBytes = 16, kThreads = 256;  // of `to`, for a thread; of a CTA
   int64_t pieces() const { return (sizes[3] * element_bytes + kPieceBytes - 1) / kPieceBytes; }  // of a row of `to`
+  // Behind the last element of `from`.
+  const char* end() const {
+    int64_t last = 0;
+    for (int i = 0; i < 4; ++i) last += (sizes[i] - 1) * strides[i];
+    return static_cast<const char*>(from) + (last + 1) * element_bytes;
+  }
   int64_t threads() const { return pieces() * sizes[0] * sizes[1] * sizes[2]; }
   int64_t bytes() const { return kPieceBytes * threads(); }
   int64_t ctas() const { return (threads() + kThreads - 1) / kThreads; }

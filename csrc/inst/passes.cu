@@ -59,7 +59,8 @@ std::string align_bias_rows(const BiasRows& x, void* stream) {
     return error.empty() ? align_bias_rows(high, stream) : error;
   }
   const auto divisor = [](int64_t n) { return Divisor(static_cast<uint32_t>(n)); };
-  const BiasRowsGrid g{divisor(pieces), divisor(x.sizes[2]), divisor(x.sizes[1]), static_cast<uint32_t>(threads)};
+  const BiasRowsGrid g{divisor(pieces), divisor(x.sizes[2]), divisor(x.sizes[1]), static_cast<uint32_t>(threads),
+                       x.end()};
   const auto kernel = x.element_bytes == 2 ? align_bias_rows_kernel<uint16_t> : align_bias_rows_kernel<uint32_t>;
   return launch("align_bias_rows", kernel, x.ctas(), BiasRows::kThreads, 0, stream, x, g);
 }

@@ -11,6 +11,7 @@ namespace flash_ext {
 struct BiasRowsGrid {
   Divisor pieces, rows, heads;
   uint32_t threads;
+  const char* end;  // of what may be read
 };
 
 // 16 bytes from `at` on, of which `valid` bytes may be read; zeros behind them.
@@ -41,7 +42,9 @@ __global__ void __launch_bounds__(BiasRows::kThreads)
                               (row - head * g.rows.divisor) * x.strides[2] + column * x.strides[3];
   const int count = static_cast<int>(min(x.sizes[3] - column, int64_t{kElements}));
   uint4 piece;
-  if (x.strides[3] == 1) {
+  // A piece at the end of the bias is made of elements: what lies behind them is not read.
+  const uintptr_t read_to = (reinterpret_cast<uintptr_t>(from + count) + 15) / 16 * 16;
+  if (x.strides[3] == 1 && read_to <= reinterpret_cast<uintptr_t>(g.end)) {
     piece = unaligned_piece(reinterpret_cast<const char*>(from), count * static_cast<int>(sizeof(Element)));
   } else {
     Element elements[kElements] = {};

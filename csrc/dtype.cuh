@@ -20,4 +20,13 @@ std::string dispatch_dtype(DType dtype, const F& f) {
   return "no kernels for this element type";
 }
 
+// The same in a kernel. No compiler counts the cases there: they are those above.
+template <typename F>
+__device__ __forceinline__ void with_dtype(DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::kFloat16: return f.template operator()<__half>();
+    case DType::kBFloat16: return f.template operator()<__nv_bfloat16>();
+  }
+}
+
 }  // namespace flash_ext

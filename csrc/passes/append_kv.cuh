@@ -6,10 +6,9 @@
 
 #include <cuda_fp8.h>
 
-#include <type_traits>
-
 #include "../append_kv.h"
 #include "../common/seqlen.cuh"
+#include "../dtype.cuh"
 #include "../fp8.h"
 #include "../ptx/sm80.cuh"
 
@@ -24,8 +23,7 @@ __device__ __forceinline__ int64_t number_at(const void* numbers, bool is_wide, 
 
 template <typename E>
 __device__ __forceinline__ float widen(uint16_t x) {
-  if constexpr (std::is_same_v<E, __half>) return __half2float(__ushort_as_half(x));
-  else return __uint_as_float(static_cast<uint32_t>(x) << 16);
+  return ptx::to_float<E>(*reinterpret_cast<const E*>(&x));
 }
 
 template <typename E>
@@ -171,8 +169,7 @@ __device__ __forceinline__ bool does_other_work(const AppendParams& p) {
   write_length(p.ends, static_cast<int64_t>(blockIdx.x) * kAppendThreads + threadIdx.x);
   if (blockIdx.x < p.query_block) return false;
   const int64_t item = (blockIdx.x - p.query_block) * kAppendThreads + threadIdx.x;
-  if (p.queries.dtype == DType::kFloat16) turn_query<E, __half>(p, item);
-  else turn_query<E, __nv_bfloat16>(p, item);
+  with_dtype(p.queries.dtype, [&]<typename X>() { turn_query<E, X>(p, item); });
   return true;
 }
 

@@ -11,6 +11,7 @@
 //          .. 4 i + 3 of the result
 #pragma once
 
+#include "../../dtype.cuh"
 #include "cached_mod.cuh"
 
 namespace flash_ext::sm80 {
@@ -48,20 +49,17 @@ __device__ __forceinline__ float factor_of_slot(const CacheFactors& f, const Cac
   return f.ptr[x.keys.offset(c, f.batch_stride, f.row_stride, row) + x.w.h_k * f.head_stride];
 }
 
-// Q of 16 rows as fp16, times 2^-exponent: `factor` undoes it.
-template <typename T>
-__device__ __forceinline__ void load_queries_as_half(uint32_t (&q)[T::kHeadDim / 16][4], float (&factor)[2],
-                                                     const FwdParams& p, const SplitGrid& g, const SplitWork& w,
-                                                     int warp_row, int lane) {
-  constexpr uint32_t kLargestInFp16 = 127 + 14;  // exponent of an fp32 number that leaves room above it
+// One of the thread's two rows of Q, in place, from E to fp16 times 2^-exponent. Returns what undoes it.
+template <typename E, int kSteps>
+__device__ __forceinline__ float to_half(uint32_t (&q)[kSteps][4], int half) {
+  if constexpr (std::is_same_v<E, __half>) {
+    return 1.f;
+  } else {
+    static_assert(std::is_same_v<E, __nv_bfloat16>, "another element type");
+    constexpr uint32_t kLargestInFp16 = 127 + 14;  // exponent of an fp32 number that leaves room above it
+    uint32_t largest = 0;  // magnitudes are in order as integers
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    load_half_of_queries<T, 2>(q, p, g, w, warp_row, half, lane);
-    factor[half] = 1.f;
-    if (p.problem.dtype == DType::kFloat16) continue;
-    uint32_t largest = 0;  // magnitudes of bf16 are in order as integers
-#pragma unroll
-    for (int ks = 0; ks < T::kHeadDim / 16; ++ks) {
+    for (int ks = 0; ks < kSteps; ++ks) {
 #pragma unroll
       for (int i = half; i < 4; i += 2) {
         largest = max(largest, max(q[ks][i] & 0x7fff, q[ks][i] >> 16 & 0x7fff));
@@ -73,16 +71,28 @@ __device__ __forceinline__ void load_queries_as_half(uint32_t (&q)[T::kHeadDim /
     const uint32_t exponent = largest >> 7;
     const bool scales = largest != 0 && exponent != 0xff;
     const int up = scales ? max(static_cast<int>(exponent) - static_cast<int>(kLargestInFp16), -126) : 0;
-    factor[half] = __uint_as_float(static_cast<uint32_t>(127 + up) << 23);
     const float down = __uint_as_float(static_cast<uint32_t>(127 - up) << 23);
 #pragma unroll
-    for (int ks = 0; ks < T::kHeadDim / 16; ++ks) {
+    for (int ks = 0; ks < kSteps; ++ks) {
 #pragma unroll
       for (int i = half; i < 4; i += 2) {
-        const float2 x = ptx::unpack2<__nv_bfloat16>(q[ks][i]);
+        const float2 x = ptx::unpack2<E>(q[ks][i]);
         q[ks][i] = ptx::pack2<__half>(x.x * down, x.y * down);
       }
     }
+    return __uint_as_float(static_cast<uint32_t>(127 + up) << 23);
+  }
+}
+
+// Q of 16 rows as fp16; factor: what scores of each are multiplied by.
+template <typename T>
+__device__ __forceinline__ void load_queries_as_half(uint32_t (&q)[T::kHeadDim / 16][4], float (&factor)[2],
+                                                     const FwdParams& p, const SplitGrid& g, const SplitWork& w,
+                                                     int warp_row, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    load_half_of_queries<T, 2>(q, p, g, w, warp_row, half, lane);
+    with_dtype(p.problem.dtype, [&]<typename E>() { factor[half] = to_half<E>(q, half); });
   }
 }
 
@@ -183,11 +193,7 @@ struct ByteOperands {
   }
   template <typename Store>
   __device__ static void with_result_type(const Problem& p, const Store& store) {
-    if (p.dtype == DType::kFloat16) {
-      store.template operator()<__half>();
-    } else {
-      store.template operator()<__nv_bfloat16>();
-    }
+    with_dtype(p.dtype, store);
   }
 
  private:

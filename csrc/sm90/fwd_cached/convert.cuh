@@ -16,6 +16,7 @@ __device__ __forceinline__ uint2 elements_of(uint32_t bytes) {
   if constexpr (std::is_same_v<E, __half>) {
     return ptx::bytes_as_half<kInt8>(bytes);
   } else if constexpr (kInt8) {
+    static_assert(std::is_same_v<E, __nv_bfloat16>, "another element type");
     // 128 + the lower 7 bits, less 128 or, where the sign is set, 256: all of them are numbers of bf16 with that exponent.
     const auto pair = [](uint32_t x) {
       const uint32_t raised = x & 0xff7fff7f, below = x & 0xff80ff80;

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "dtype.cuh"
 #include "fp8.h"
 #include "heuristics.h"
 #include "ptx/sm80.cuh"
@@ -63,11 +64,6 @@ Pair __hmax2(Pair a, Pair b) {
 }
 
 namespace flash_ext {
-
-template <typename F>
-std::string dispatch_dtype(DType dtype, const F& f) {
-  return dtype == DType::kFloat16 ? f.template operator()<__half>() : f.template operator()<__nv_bfloat16>();
-}
 
 // Kept from launch to launch: to make the stacks of a CTA takes longer than to run it.
 inline std::vector<emu::Fiber>& fibers_of(int threads) {

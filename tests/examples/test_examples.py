@@ -17,7 +17,7 @@ from examples import custom_mask, gpt_packed, long_context, serve
 from tests import processes
 from tests.sources import ROOT
 
-NAMES = ["gpt_packed", "finetune_transformers", "custom_mask", "long_context", "serve"]
+NAMES = ["gpt_packed", "finetune_transformers", "fp8_transformers", "custom_mask", "long_context", "serve"]
 
 
 def test_a_gpt_learns_from_packed_documents() -> None:
@@ -31,6 +31,17 @@ def test_a_model_of_transformers_learns() -> None:
 
     losses = finetune_transformers.main(["--device", "cpu", "--steps", "30", "--batch", "16"])
     assert losses[0] > 3.4 and sum(losses[-5:]) / 5 < losses[0] - 0.03
+
+
+def test_a_model_of_transformers_in_fp8() -> None:
+    """Each kind of attention rounds in its own way, and little."""
+    pytest.importorskip("transformers", minversion="4.57")
+    from examples import fp8_transformers
+
+    rows = fp8_transformers.main(["--device", "cpu", "--steps", "3", "--batch", "2", "--prefill", "256"])
+    plain, mixed, fp8 = (row.loss for row in rows)
+    assert len({plain, mixed, fp8}) == 3 and max(abs(mixed - plain), abs(fp8 - plain)) < 0.05
+    assert all(row.tokens_a_second > 0 for row in rows)
 
 
 def test_a_mask_from_a_rule_is_the_rule() -> None:
@@ -72,12 +83,13 @@ def test_help_and_the_list_of_examples(name: str, capsys: pytest.CaptureFixture[
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, more", [
-    ("gpt_packed", ["--steps", "30"]), ("finetune_transformers", ["--steps", "30"]), ("custom_mask", []),
+    ("gpt_packed", ["--steps", "30"]), ("finetune_transformers", ["--steps", "30"]),
+    ("fp8_transformers", ["--steps", "30"]), ("custom_mask", []),
     ("long_context", ["--processes", "1"]), ("serve", []),
 ])  # fmt: skip
 def test_on_a_gpu(name: str, more: list[str]) -> None:
     """As a reader starts it."""
-    if name == "finetune_transformers":
+    if name.endswith("transformers"):
         pytest.importorskip("transformers", minversion="4.57")
     command = [sys.executable, "-m", f"examples.{name}", *more]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)

@@ -36,10 +36,15 @@ struct QuantizedCache {
 // needed.
 struct KvCacheGrid {
   int splits = 1;         // parts of the keys of a sequence, at most
-  int keys_of_part = 0;   // batch-invariant mode: a part for so many keys; 0: of each sequence `splits` parts
-  int least_keys = 0;     // of a part
-  int rows = 0;           // of a sequence whose keys may be split, at most
-  int queries = 1;        // those are its queries, at most
+  int keys_of_part = 0;   // batch-invariant mode: a part for so many keys
+  // Else, where lengths (KvCache::seqused_k) may differ: parts of each sequence when they do not, and of all sequences
+  // together when they do. 0: each sequence has `splits` parts.
+  int equal_splits = 0, all_parts = 0;
+  int seen_keys = 0;  // keys of a sequence that count in that, at most
+  int most_keys = INT32_MAX;  // of a part
+  int least_keys = 0;  // of a part
+  int rows = 0;  // of a sequence whose keys may be split, at most
+  int queries = 1;  // those are its queries, at most
   int64_t part_rows = 0;  // of all sequences: rows of one part
   int narrow_block_n = 0;  // keys of a block of the tile of 16 rows
   // Of the kernel that takes more rows than the smallest tile has: its tile, and whether its maxima are in units of log2.

@@ -50,6 +50,29 @@ def merge_into(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> No
     lse_a.copy_(lse)
 
 
+def add_sinks(
+    out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None, wants_lse: bool
+) -> Tensor:
+    """Gives the denominator of each head one more logit: ``out`` changes in place, its lse is returned.
+
+    sum / (exp(sink) + exp(lse)) is out * sigmoid(lse - sink). A row without keys has lse = sink, one outside
+    of all sequences -inf.
+    """
+    if sinks is None:
+        return lse
+    sink = sinks.to(lse.dtype)[:, None]
+    # A sink of -inf is none: beside a row without keys sigmoid would see -inf - -inf.
+    factor = torch.sigmoid(lse - sink).masked_fill(sink == -torch.inf, 1)
+    out.mul_(factor.transpose(-1, -2).unsqueeze(-1))
+    if not wants_lse:
+        return lse.new_empty(0)
+    joined = torch.logaddexp(lse, sink)
+    if cu_seqlens_q is None:
+        return joined
+    row = torch.arange(lse.shape[-1], device=lse.device)
+    return joined.where((row >= cu_seqlens_q[0]) & (row < cu_seqlens_q[-1]), lse)
+
+
 def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The weights of both states, 0 where neither has keys, and the lse of their union."""
     largest = torch.maximum(lse_a, lse_b).detach()

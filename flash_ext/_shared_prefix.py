@@ -9,8 +9,8 @@ from ._batch_invariance import is_batch_invariant
 from ._count import counting, tally
 from ._log import logged
 from ._masks.token_tree import TokenTree
-from ._merge import merge_attention_states
-from ._ops.dispatch_cached import add_sinks, check_of_heads, may_read, run_cached, tree_of
+from ._merge import add_sinks, merge_attention_states
+from ._ops.dispatch_cached import check_of_heads, may_read, run_cached, tree_of
 
 
 @logged

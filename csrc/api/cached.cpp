@@ -153,8 +153,8 @@ FwdResult fwd_cached_gpu(const Tensor& given_q, const Tensor& k, const Tensor& v
                   .most_keys = a.max_seqlen_k.expect_int()};
   const Prepared made = prepare(request, a, params.stream);
   const Modifiers& modifiers = made.modifiers;
-  const bool is_modified = modifiers.has_score_mod || a.sinks.has_value() || a.tree.has_value() || a.mask.has_value() ||
-                           a.document_k.has_value();
+  const bool is_modified =
+      modifiers.has_score_mod || a.tree.has_value() || a.mask.has_value() || a.document_k.has_value();
   if (is_modified) request.modifiers = &modifiers;
   const bool fits_pieces = cache.block_table == nullptr || cache.page_size.divisor % 8 == 0;
   TORCH_CHECK_NOT_IMPLEMENTED(

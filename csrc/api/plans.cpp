@@ -260,9 +260,11 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
                     .deterministic = deterministic || info.batch_invariant,
                     .need_qkv = need_qkv,
                     .constraints = choice.constraints};
-    // Gradients of q, k and v where nothing but sinks is asked for are those of a plain call.
+    // Where nothing but sinks is asked for, gradients of q, k and v are those of a plain call, and so are the kernels over a
+    // cache.
     const bool has_sinks_alone = modifiers.size() == 1 && modifiers[0].starts_with("sinks");
-    const bool runs_plain = is_quantised || modifiers.empty() || (is_backward && need_qkv && has_sinks_alone);
+    const bool runs_plain =
+        is_quantised || modifiers.empty() || (has_sinks_alone && (is_backward ? need_qkv : cache_words.has_value()));
     if (!runs_plain) request.modifiers = &named.modifiers;
     if (is_quantised) request.operands = is_mixed ? Operands::kMixed : Operands::kFp8;
     if (named.wants_dbias) request.dbias = &named.dbias;

@@ -169,13 +169,4 @@ struct ModScores {
   }
 };
 
-// A row's denominator with that of its head's sink: lse of both replaces lse, and the result is the share of the former.
-__device__ __forceinline__ float add_sink(float& lse, float sink) {
-  const float high = fmaxf(lse, sink), low = fminf(lse, sink);
-  const float sum = high == low ? high + kLn2 : high + log1pf(expf(low - high));
-  const float share = lse == -INFINITY ? 0.f : expf(lse - sum);
-  lse = sum;
-  return share;
-}
-
 }  // namespace flash_ext

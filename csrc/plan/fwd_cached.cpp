@@ -80,6 +80,9 @@ int64_t keys_of_parts(Req r, int64_t queries) {
 // Which kernel takes more rows than the tiles of 16 do: the portable one, or packed tiles on Hopper.
 enum class Wide { kPortable, kPacked };
 
+// Whether sequences may have different numbers of keys.
+bool may_differ(Req r) { return r.problem.batch > 1 && r.cache->seqused_k != nullptr; }
+
 KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wide) {
   constexpr int kKeysOfPart = 512, kLeastKeys = 256, kLeastBytesOfWaves = 4096;
   const Problem& x = r.problem;
@@ -109,16 +112,20 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wid
     const int64_t items = std::max<int64_t>(1, int64_t{1} * x.batch * x.num_heads_k * row_tiles);
     const int sms = std::max(1, d.num_sms);
     int64_t splits = best_parts(items, (keys + 63) / 64, model_rows, weight, bytes, sms, ctas_per_sm).parts;
-    // What turns bytes into numbers keeps two CTAs a multiprocessor busy: 16 sequences of 8192 keys and 8 heads want 2 parts.
+    // What turns bytes into numbers, or looks up pages, keeps as many CTAs busy as a multiprocessor has room for: 16 sequences
+    // of 8192 keys and 8 heads want 2 parts, at head_dim 64 3.
     const int64_t wave = int64_t{1} * sms * ctas_per_sm;
-    if (t.element_bytes == 1) {
+    const bool differ = may_differ(r);
+    if (t.element_bytes == 1 || (differ && !packed)) {
       splits = std::max(splits, std::min({wave / items, keys / kLeastKeys, int64_t{kMaxSplits}}));
     }
-    const bool equal = r.cache->seqused_k == nullptr && r.cache->block_table == nullptr && !x.is_varlen();
-    if (x.batch > 1 && !(packed && equal)) {
-      // Lengths differ, and nobody knows them here: parts for several waves even out what the longest one would take.
-      // Of packed tiles two waves at most, since parts of many rows cost.
+    // Nobody knows lengths here. Where they differ, parts for several waves even out what the longest one would take; of
+    // packed tiles two waves at most, since parts of many rows cost.
+    if (differ) {
       const int64_t even = packed ? 2 * wave / items : (4 * wave + items - 1) / items;
+      c.equal_splits = static_cast<int>(splits);
+      c.seen_keys = static_cast<int>(keys);
+      c.all_parts = static_cast<int>(std::max<int64_t>((packed ? 2 : 4) * wave * x.batch / items, 1));
       splits = std::max(splits, std::min({even, keys * t.element_bytes / kLeastBytesOfWaves, int64_t{kMaxSplits}}));
     }
     c.splits = static_cast<int>(splits);
@@ -129,8 +136,10 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wid
     c.block_n = packed_tile(r, d, rows).block_n;
     c.scaled_maxima = r.modifiers == nullptr;
     // A part has no stretches of keys.
-    c.splits =
-        static_cast<int>(std::max<int64_t>(c.splits, (keys + sm90::kStretches.above - 1) / sm90::kStretches.above));
+    c.most_keys = sm90::kStretches.above;
+    const int least = static_cast<int>((keys + c.most_keys - 1) / c.most_keys);
+    c.splits = std::max(c.splits, least);
+    c.equal_splits = std::max(c.equal_splits, least);
   } else {
     c.block_n = tile_of(r, 64).block_n();
   }
@@ -342,8 +351,13 @@ void build_latents(Req r, Dev d, Plan& p) {
     const int64_t items = std::max<int64_t>(1, x.batch * row_tiles), sms = std::max(1, d.num_sms);
     const double weight = Tile::kHeadDim * 2 / 512., bytes = 4. * static_cast<double>(c.part_rows) * x.head_dim_v;
     int64_t splits = best_parts(items, (keys + 63) / 64, 16, weight, bytes, sms, 1).parts;
-    // Lengths differ, and nobody knows them here: parts for two waves even out what the longest one would take.
-    if (x.batch > 1) splits = std::max(splits, std::min({2 * sms / items, keys / kLeastKeys, int64_t{kMaxSplits}}));
+    // As in cached_grid().
+    if (may_differ(r)) {
+      c.equal_splits = static_cast<int>(splits);
+      c.seen_keys = static_cast<int>(keys);
+      c.all_parts = static_cast<int>(std::max<int64_t>(2 * sms * x.batch / items, 1));
+      splits = std::max(splits, std::min({2 * sms / items, keys / kLeastKeys, int64_t{kMaxSplits}}));
+    }
     c.splits = static_cast<int>(splits);
   }
   divide_keys(x, c, p);

@@ -94,17 +94,7 @@ def run_cached(
             found = _prepared_of(mask, q, cu_seqlens_q, cu_seqlens_k, causal, window)
         masks = (found.mods.mask, found.mods.document_q, found.mods.document_k)
         causal, window = False, found.window
-    if slopes is not None or sinks is not None:
-        asks_more = any(t is not None for t in (slopes, words, *masks, total)) or softcap != 0
-        # The one kernel over 8 bits knows sinks.
-        has_sinks_alone = sinks is not None and not asks_more and not _is_bytes(k)
-        if has_sinks_alone and _wants_late_sinks(q, k, max_seqlen_q, cu_seqlens_q):
-            out, lse = run_cached(
-                q, k, v, *places, max_seqlen_q, max_seqlen_k, scale, causal, window, backend,
-                k_descale=k_descale, v_descale=v_descale,
-            )  # fmt: skip
-            return out, add_sinks(out, lse, sinks, cu_seqlens_q, want_lse)
-        slopes, sinks = _as_operators_take(q, slopes), _as_operators_take(q, sinks)
+    slopes, sinks = _as_operators_take(q, slopes), _as_operators_take(q, sinks)
     if _is_compiling():
         options = operator_options(q, max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
         traced: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd_cached.default(
@@ -285,50 +275,6 @@ def _as_operators_take(q: Tensor, t: Tensor | None) -> Tensor | None:
     if t is None:
         return None
     return t.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
-
-
-# Rows of a key head up to which the kernels over a cache know modifiers at full speed (csrc/plan/fwd.cpp).
-_FEW_ROWS = 64
-_LARGEST_HEAD_DIM = 256  # but of latents
-
-
-def _wants_late_sinks(q: Tensor, k: Tensor, max_seqlen_q: int | None, cu_seqlens_q: Tensor | None) -> bool:
-    """Whether a sequence may have more rows than that: the kernels for prompts know no sinks.
-
-    In the batch-invariant mode all have, since what else is in the call must not choose. The kernel over
-    latents knows none either.
-    """
-    if _is_compiling() or _C.get_switch("batch_invariant"):  # a traced call may run in the mode
-        return True
-    if k.shape[-1] > _LARGEST_HEAD_DIM:
-        return True
-    longest = q.shape[1] if cu_seqlens_q is None else q.shape[0]
-    if cu_seqlens_q is not None and type(max_seqlen_q) is int and max_seqlen_q > 0:
-        longest = min(longest, max_seqlen_q)
-    return bool(longest * (q.shape[-2] // max(k.shape[-2], 1)) > _FEW_ROWS)
-
-
-def add_sinks(
-    out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None, wants_lse: bool
-) -> Tensor:
-    """Gives the denominator of each head one more logit: ``out`` changes in place, its lse is returned.
-
-    sum / (exp(sink) + exp(lse)) is out * sigmoid(lse - sink). A row without keys has lse = sink, one outside
-    of all sequences -inf.
-    """
-    if sinks is None:
-        return lse
-    sink = sinks.to(lse.dtype)[:, None]
-    # A sink of -inf is none: beside a row without keys sigmoid would see -inf - -inf.
-    factor = torch.sigmoid(lse - sink).masked_fill(sink == -torch.inf, 1)
-    out.mul_(factor.transpose(-1, -2).unsqueeze(-1))
-    if not wants_lse:
-        return lse.new_empty(0)
-    joined = torch.logaddexp(lse, sink)
-    if cu_seqlens_q is None:
-        return joined
-    row = torch.arange(lse.shape[-1], device=lse.device)
-    return joined.where((row >= cu_seqlens_q[0]) & (row < cu_seqlens_q[-1]), lse)
 
 
 def may_read(t: Tensor) -> bool:

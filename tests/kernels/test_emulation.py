@@ -41,6 +41,7 @@ EDITS = [
     ("sm80/split_kv/cached_mod.cuh", "  __shared__ RowState states", "  static RowState states"),
     ("sm80/split_kv/cached_mod.cuh", "  __shared__ ModTile tile;", "  static ModTile tile;"),
     ("sm80/split_kv/cached_mod.cuh", "  __shared__ CachedWork x;", "  static CachedWork x;"),
+    ("sm80/split_kv/cached_mod.cuh", "  __shared__ PartRule rule;", "  static PartRule rule;"),
     ("sm80/split_kv/quantized.cuh", "    __shared__ float factors_of_rows",
      "    static float factors_of_rows"),
     ("sm80/split_kv/quantized.cuh", "    __shared__ __align__(8) float factors_of_keys",
@@ -122,7 +123,9 @@ def copy_sources(folder: Path) -> Path:
         shutil.copy(header, csrc)
     shutil.copy(EMULATION / "sm80.cuh", csrc / "ptx")
     shutil.copy(EMULATION / "cuda_shim.h", csrc / "ptx")
-    (csrc / "cuda_runtime.h").write_text("#pragma once\n", encoding="utf-8")
+    shutil.copy(ROOT / "csrc" / "dtype.cuh", csrc)
+    for header in ("cuda_runtime.h", "cuda_bf16.h", "cuda_fp16.h"):
+        (csrc / header).write_text("#pragma once\n", encoding="utf-8")
     (csrc / "common" / "debug_delay.cuh").write_text(
         "#pragma once\nnamespace flash_ext { inline void debug_delay() {} }\n", encoding="utf-8"
     )

@@ -437,19 +437,6 @@ def test_tangents_are_refused(name: str) -> None:
             attention_varlen(q, cache.k, cache.v, bounds, None, **{name: dual}, **cache.places)
 
 
-def test_factors_of_16_bits_are_refused_beside_sinks_of_prompts() -> None:
-    """Sinks join the results of a call for prompts, which is another call."""
-    count = 90
-    k = torch.randn(4, 64, 2, 64, dtype=torch.bfloat16)
-    table, lengths = torch.arange(4).int()[None], torch.tensor([200]).int()
-    q = torch.randn(count, 8, 64, dtype=torch.bfloat16)
-    with pytest.raises((TypeError, ValueError), match="k_descale"):
-        attention_varlen(
-            q, k, k, torch.tensor([0, count]).int(), None, block_table=table, seqused_k=lengths,
-            sinks=torch.zeros(8), k_descale=torch.full((2,), 3.0),
-        )  # fmt: skip
-
-
 def test_it_is_traced_as_one_operator(request: pytest.FixtureRequest) -> None:
     """With sizes that are symbols all that a mask may have, and with numbers masks that lack some of it."""
     request.addfinalizer(torch._dynamo.reset)  # which counts what a process has compiled

@@ -129,7 +129,7 @@ def test_entries_of_any_length(device: str) -> None:
 @on_devices
 @pytest.mark.parametrize("heads", [3, 128])
 def test_sinks(heads: int, device: str) -> None:
-    """Whatever the number of rows: the kernel knows none, so they join its result."""
+    """In tiles of many queries, and of one."""
     cache = latents((200, 5), 64, device)
     q, bounds, each = packed_queries([2, 1], heads, D, device, cache.k.dtype)
     sinks = torch.linspace(-1, 2, heads, device=device)

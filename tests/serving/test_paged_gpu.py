@@ -156,6 +156,29 @@ def make_long(lengths: list[int], page_size: int, heads_k: int, head_dim: int, d
     return Cache(k, v, table.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda"), rows)
 
 
+# Keys are divided in one of two ways (csrc/common/key_parts.cuh): is the longest at most 9/8 of the mean?
+SPREADS = {
+    "equal": [2048] * 40,
+    "at the limit": [2048] * 39 + [2304],
+    "above it": [2048] * 39 + [2560],
+    "one long": [100] * 39 + [9000],
+    "one short": [3000] * 39 + [1],
+    "mostly empty": [0] * 37 + [1, 700, 5000],
+    "empty": [0] * 40,
+}
+
+
+@pytest.mark.parametrize("count", [1, 9])
+@pytest.mark.parametrize("spread", SPREADS)
+def test_keys_divided_by_all_lengths(spread: str, count: int) -> None:
+    lengths = random.sample(SPREADS[spread], 40)
+    for head_dim, dtype, window in ((64, torch.bfloat16, (-1, 0)), (128, torch.float16, (700, 0))):
+        cache = make_long(lengths, 16, 1, head_dim, dtype)
+        q, bounds, each = packed_queries([count] * 40, 4, head_dim, "cuda", dtype)
+        out, lse = run(q, bounds, cache, window_size=window, max_seqlen_q=count)
+        check(out, lse, bounds, each, cache, window)
+
+
 @pytest.mark.parametrize("counts", [[1] * 6, [1, 4, 1, 100, 20, 1]], ids=str)
 def test_a_graph_follows_lengths_and_tables(counts: list[int]) -> None:
     first = make_cache([300, 77, 16, 200, 90, 1], 16, **LIKE, spare=10)

@@ -20,6 +20,7 @@
 #include "../../common/fragments.cuh"
 #include "../../common/kv_rows.cuh"
 #include "../../common/seqlen.cuh"
+#include "../../common/sink.cuh"
 #include "../../common/softmax.cuh"
 #include "../../heuristics.h"
 #include "../core/compiled_here.cuh"
@@ -148,11 +149,13 @@ struct FwdWork {
 };
 struct CachedFwdWork : FwdWork {  // k and v: first elements of the head
   CachedKeys keys;
+  float sink;  // of the head; -inf: none
 };
 // What a kernel of keys in a cache is given beside the rest.
 struct FromCache {
   KvCache cache;
   RowRange served;
+  const float* sinks;  // (h), or null
 };
 
 template <typename T, typename Cache>
@@ -176,6 +179,7 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid, c
     if (!outside && mine.q.length * static_cast<int>(grid.shared.divisor) <= from.served.above) return;
     work.keys = CachedKeys::of(p.problem, from.cache, sequence);
     mine.k = {0, work.keys.length};
+    work.sink = from.sinks == nullptr || outside ? -INFINITY : from.sinks[mine.h];
     work.w = mine, work.k = row_pointer(p.k, 0, 0, h_k), work.v = row_pointer(p.v, 0, 0, h_k);
   } else {
     work = {mine, row_pointer(p.k, mine.b, mine.k.start, h_k), row_pointer(p.v, mine.b, mine.k.start, h_k)};
@@ -285,8 +289,13 @@ __device__ __forceinline__ void fwd_body(const FwdParams& p, const Grid& grid, c
 
   debug_delay();
   if (range.begin >= range.end) __syncthreads();  // no tile's barrier has made `shared` visible
-  store_rows<T>(p, w, acc_o, smem_q, q_lane, warp_row, lane,
-                [&](int r, float& lse) { return state.finish(r, p.problem.abs_scale_log2, lse); });
+  store_rows<T>(p, w, acc_o, smem_q, q_lane, warp_row, lane, [&](int r, float& lse) {
+    float inverse = state.finish(r, p.problem.abs_scale_log2, lse);
+    if constexpr (T::kCached) {
+      if (shared.sink != -INFINITY) inverse *= add_sink(lse, shared.sink);
+    }
+    return inverse;
+  });
 }
 
 template <typename T>

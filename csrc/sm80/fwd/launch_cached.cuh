@@ -12,7 +12,7 @@ std::string launch_fwd_cached(const FwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
     using T = FwdTraits<E, D, kClass, false, true>;
     return launch_planned(l, fwd_cached_kernel<T>, T::kThreads, T::kTile.smem_bytes(D), c.p.stream, c.p, l.grid,
-                          FromCache{c.cache, l.rows});
+                          FromCache{c.cache, l.rows, c.modifiers.sinks});
   });
 }
 

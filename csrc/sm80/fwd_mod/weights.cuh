@@ -6,6 +6,7 @@
 
 #include "../../common/fragments.cuh"
 #include "../../common/modifiers.cuh"
+#include "../../common/sink.cuh"
 #include "../../common/softmax.cuh"
 #include "scores.cuh"
 
@@ -106,12 +107,7 @@ template <int kRows>
 __device__ __forceinline__ float finish_row(SoftmaxState<kRows>& state, int r, const Modifiers& m, float sink,
                                             float& lse) {
   const float inverse = state.finish(r, m.unit_log2, lse);
-  if (sink == -INFINITY) return inverse;
-  // Both denominators, e^lse and e^sink, over the larger of the two.
-  const float top = fmaxf(lse, sink);
-  const float share = ptx::ex2((lse - top) * kLog2e), sum = share + ptx::ex2((sink - top) * kLog2e);
-  lse = top + logf(sum);
-  return inverse * share / sum;
+  return sink == -INFINITY ? inverse : inverse * add_sink(lse, sink);
 }
 
 }  // namespace flash_ext::sm80

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../../common/debug_delay.cuh"
+#include "../../common/sink.cuh"
 #include "config.cuh"
 
 namespace flash_ext::sm80 {
@@ -119,14 +120,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
       }
       const float sink = m.sinks == nullptr ? -INFINITY : m.sinks[at.h];
       if (sink != -INFINITY) {
-        // Both denominators, e^lse and e^sink, over the larger of the two.
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float larger = fmaxf(lse[half], sink);
-          const float share = ptx::ex2((lse[half] - larger) * kLog2e), all = share + ptx::ex2((sink - larger) * kLog2e);
-          lse[half] = larger + logf(all);
-          inverse[half] *= share * ptx::reciprocal(all);
-        }
+        for (int half = 0; half < 2; ++half) inverse[half] *= add_sink(lse[half], sink);
       }
       const int row = row0() + ptx::fresh_lane() / 4;
       if (ptx::fresh_lane() % 4 == 0) {

@@ -57,22 +57,35 @@ struct CacheRows {
   }
 };
 
+// A row's end knows its head's sink. sinks: null in rows that belong to no sequence.
+struct CachedPlainRules : PlainRules {
+  const float* sinks;
+
+  __device__ CachedPlainRules(const Problem& p, const SplitWork& w, const SplitRows& rows, const float* sinks)
+      : PlainRules(p, w, rows), sinks(sinks) {}
+  __device__ float finish(const FwdParams& p, const RowState& state, const RowPlace& at, bool stores) const {
+    return RowEnding{mod.p.abs_scale_log2, sinks}.finish(p, state, at, true, stores);
+  }
+};
+
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 2)
     fwd_split_cached_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,
                             const __grid_constant__ KvCache cache, const __grid_constant__ KvCacheGrid c,
-                            const __grid_constant__ RowRange served) {
+                            const __grid_constant__ RowRange served, const float* sinks) {
   __shared__ RowState states[T::kKeyWarps][T::kRows];
   CachedWork x = CachedWork::of<T>(p.problem, g, cache, served);
   if (!x.is_served) return;
   SplitWork& w = x.w;
+  const PartRule rule = part_rule(p.problem, cache, c);
   const int step = x.outside ? g.parts.divisor * T::kRows : T::kRows;
 #pragma unroll 1
   for (w.first = x.outside ? w.part * T::kRows : 0; w.first < x.rows; w.first += step) {
     w.rows = x.rows - w.first;
     const SplitRows rows{g, w, T::kRows};
-    PlainRules rules(p.problem, w, rows);
-    const KeyParts parts = key_parts(rules.mod, c, rules.first_query, rules.last_query, T::kBlockN, x.rows <= c.rows);
+    CachedPlainRules rules(p.problem, w, rows, x.outside ? nullptr : sinks);
+    const KeyParts parts =
+        key_parts(rules.mod, c, rule, rules.first_query, rules.last_query, T::kBlockN, x.rows <= c.rows);
     if (!x.outside && w.part >= parts.count) return;  // the keys of a sequence of several tiles are not divided
     attend<T>(p, g, w, rules, rows, parts.part(x.outside ? 0 : w.part), row_pointer(p.k, 0, 0, w.h_k),
               row_pointer(p.v, 0, 0, w.h_k), states, parts.count == 1, CacheRows<T>{x.keys, cache},
@@ -100,7 +113,7 @@ __global__ void __launch_bounds__(SplitTile::kThreads, 5)  // else ptxas spills 
   const AttnMod mod{problem, q.length, CachedKeys::of(problem, cache, static_cast<int>(b)).length};
   const bool narrow = rows <= narrow_rows;  // the tile that made the parts
   const int tile_rows = narrow ? 16 : c.tile_rows, first = packed_row - packed_row % tile_rows;
-  const KeyParts parts = key_parts(mod, c, static_cast<int>(divide(first, g.group)),
+  const KeyParts parts = key_parts(mod, c, part_rule(problem, cache, c), static_cast<int>(divide(first, g.group)),
                                    static_cast<int>(divide(min(first + tile_rows, rows) - 1, g.group)),
                                    narrow ? block_n : c.block_n, true);
   if (!narrow && c.scaled_maxima) ending.unit_log2 = 1.f;

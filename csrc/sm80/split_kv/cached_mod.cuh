@@ -15,7 +15,12 @@ __device__ __forceinline__ void attend_cached_mod(const FwdParams& p, const Spli
   __shared__ RowState states[T::kKeyWarps][T::kRows];
   __shared__ ModTile tile;
   __shared__ CachedWork x;
+  __shared__ PartRule rule;
   if (threadIdx.x == 0) x = CachedWork::of<T>(p.problem, g, cache, served);
+  if (threadIdx.x < 32) {
+    const PartRule found = part_rule(p.problem, cache, c);
+    if (threadIdx.x == 0) rule = found;
+  }
   __syncthreads();
   if (!x.is_served) return;
   const bool divides = !x.outside && x.rows <= c.rows;
@@ -32,7 +37,7 @@ __device__ __forceinline__ void attend_cached_mod(const FwdParams& p, const Spli
     const SplitWork& w = tile.w;
     const SplitRows rows{g, w, T::kRows};
     const AttnMod mod{p.problem, w.q.length, w.k.length};
-    const KeyParts parts = key_parts(mod, c, rows.query(0), rows.query(rows.last()), T::kBlockN, divides);
+    const KeyParts parts = key_parts(mod, c, rule, rows.query(0), rows.query(rows.last()), T::kBlockN, divides);
     if (!divides || w.part < parts.count) {  // the rows behind these may see more keys
       ModRules<T, kKnows> rules{p.problem, m, tile, rows};
       attend<T>(

@@ -21,7 +21,7 @@ std::string launch_fwd_split_cached(const FwdCall& c, const Launch& l) {
     }
     return with_tile<E, D>(l.block_m, [&]<typename T>() {
       return launch_planned(l, fwd_split_cached_kernel<T>, T::kThreads, T::kTile.smem_bytes(D), p.stream, p, g, c.cache,
-                            c.plan.kv_cache, l.rows);
+                            c.plan.kv_cache, l.rows, c.modifiers.sinks);
     });
   });
 }

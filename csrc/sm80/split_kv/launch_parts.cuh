@@ -22,7 +22,7 @@ inline RowEnding ending_of(const FwdCall& c) {
     case KernelId::kFwdPackedMod90:
     case KernelId::kFwdPackedQuantizedMod90: return RowEnding::of(c.modifiers);
     case KernelId::kFwdParts90: return {1.f};  // its maxima are scaled
-    default: return {c.p.problem.abs_scale_log2};
+    default: return {c.p.problem.abs_scale_log2, c.modifiers.sinks};
   }
 }
 

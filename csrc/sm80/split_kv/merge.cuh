@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../common/mod_scores.cuh"
+#include "../../common/sink.cuh"
 #include "kernel.cuh"
 
 namespace flash_ext::sm80 {
@@ -24,7 +25,8 @@ struct RowEnding {
                           bool stores) const {
     float lse;
     float inverse = finish_row(state, unit_log2, lse);
-    if (sinks != nullptr && inside && lse == lse) inverse *= add_sink(lse, sinks[at.h]);
+    const float sink = sinks != nullptr && inside ? sinks[at.h] : -INFINITY;
+    if (sink != -INFINITY) inverse *= add_sink(lse, sink);
     if (!stores) return inverse;
     const int64_t offset = at.lse_offset(p.problem);
     if (p.lse != nullptr) p.lse[offset] = lse;

@@ -26,25 +26,43 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int q) {
   }
 }
 
+// In calls over a cache the sink of a head joins a row: its sum, and its maximum, of which the sign is the other. Returns
+// what becomes of its output. Of the logarithm of the sum, as add_sink() has it, kernels of head_dim 256 spill 96 bytes.
+template <typename Args>
+__device__ __forceinline__ float join_sink(const Args& a, int h, float& sum, float& minus_max) {
+  if constexpr (requires { a.sinks; }) {
+    const float minus_sink = a.sinks != nullptr ? -kLog2e * a.sinks[h] : INFINITY;
+    if (minus_sink != INFINITY) {
+      const float both = fminf(minus_max, minus_sink), factor = ptx::ex2(both - minus_max);
+      sum = fmaf(sum, factor, ptx::ex2(both - minus_sink));
+      minus_max = both;
+      return factor;
+    }
+  }
+  return 1.f;
+}
+
 // Completes two rows: stores lse where it is wanted, and returns the factors for the output, 0 for rows without keys.
 // kAtOnce: logarithms come out as -inf without a choice, which would be a branch a row. Above head_dim 128, where registers
 // are short, the plain kernel then takes 1.03 of the time.
-template <bool kAtOnce>
-__device__ __forceinline__ void finish_rows(const FwdArgs& a, const Work& w, const RowState& state, int row, int lane,
+template <bool kAtOnce, typename Args>
+__device__ __forceinline__ void finish_rows(const Args& a, const Work& w, const RowState& state, int row, int lane,
                                             float (&inverse)[2]) {
   float* const to = a.p.lse + row_stat_offset(a.p.problem, w, w.h);
   const bool stores = a.p.lse != nullptr && lane % 4 == 0;
-  const auto is_empty = [&](int half, float sum) { return state.minus_max[half] == INFINITY && sum == 0.f; };
+  float minus_max[2] = {state.minus_max[0], state.minus_max[1]};
+  const auto is_empty = [&](int half, float sum) { return minus_max[half] == INFINITY && sum == 0.f; };
   if constexpr (!kAtOnce) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = state.sum[half];
       sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
       sum += __shfl_xor_sync(ptx::kFullWarp, sum, 2);
+      const float factor = join_sink(a, w.h, sum, minus_max[half]);
       const bool empty = is_empty(half, sum);
-      inverse[half] = empty ? 0.f : 1.f / sum;
+      inverse[half] = empty ? 0.f : factor / sum;
       if (stores && row + 8 * half < w.q.length) {
-        to[row + 8 * half] = empty ? -INFINITY : logf(sum) - state.minus_max[half] * kLn2;
+        to[row + 8 * half] = empty ? -INFINITY : logf(sum) - minus_max[half] * kLn2;
       }
     }
     return;
@@ -53,8 +71,9 @@ __device__ __forceinline__ void finish_rows(const FwdArgs& a, const Work& w, con
   sum_over_quad(sum, state.sum);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    inverse[half] = ptx::reciprocal(is_empty(half, sum[half]) ? INFINITY : sum[half]);
-    lse[half] = logf(sum[half]) - state.minus_max[half] * kLn2;
+    const float factor = join_sink(a, w.h, sum[half], minus_max[half]);
+    inverse[half] = factor * ptx::reciprocal(is_empty(half, sum[half]) ? INFINITY : sum[half]);
+    lse[half] = logf(sum[half]) - minus_max[half] * kLn2;
   }
   if (!stores) return;
   if (row < w.q.length) to[row] = lse[0];

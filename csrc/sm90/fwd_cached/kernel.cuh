@@ -24,6 +24,12 @@ __device__ __forceinline__ void run_cached_cta(const Args& a, const FwdMaps& map
   });
 }
 
+template <typename E, int D, int Dv>
+struct CachedTraits : FwdTraits<E, D, Dv> {
+  using Args = CachedFwdArgs;
+  using Numbers = PlainNumbers<CachedTraits>;
+};
+
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     fwd_cached_sm90_kernel(const __grid_constant__ CachedFwdArgs a, const __grid_constant__ FwdMaps maps) {

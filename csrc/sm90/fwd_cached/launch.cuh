@@ -22,6 +22,7 @@ void prepare_cached(const FwdCall& c, const Launch& l, CachedFwdArgs& a) {
   static_cast<FwdArgs&>(a) = make_fwd_args(c, l);
   a.cache = c.cache;
   a.served = l.rows;
+  a.sinks = c.modifiers.sinks;
   const int page_size = static_cast<int>(c.cache.page_size.divisor);
   a.piece_rows = c.cache.block_table != nullptr ? std::gcd(page_size, T::kBlockN) : T::kBlockN;
   a.k_row_bytes = static_cast<int64_t>(map_stride(c.p.k.row_stride, 2));
@@ -52,7 +53,7 @@ std::string launch_fwd_cached_as(const FwdCall& c, const Launch& l) {
 template <int D, int Dv>
 std::string launch_fwd_cached(const FwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype,
-                        [&]<typename E>() { return launch_fwd_cached_as<FwdTraits<E, D, Dv>>(c, l); });
+                        [&]<typename E>() { return launch_fwd_cached_as<CachedTraits<E, D, Dv>>(c, l); });
 }
 
 // As encode_map(), with heads in front of rows: a box has some heads of some rows.

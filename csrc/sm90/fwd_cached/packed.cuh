@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../../common/key_parts.cuh"
-#include "../../common/mod_scores.cuh"
+#include "../../common/sink.cuh"
 #include "kernel.cuh"
 #include "tiles.h"
 
@@ -103,10 +103,8 @@ __device__ __forceinline__ void store_empty_packed(const typename T::Args& a, co
   for (int row = 0; row < a.tile_rows; ++row) {
     const PackedRow at = PackedRow::of<T>(a, w, row);
     if (!at.is_there(a, w, row)) break;
-    float value = -INFINITY;
-    if constexpr (T::kModified) {
-      if (a.m.sinks != nullptr && w.b >= 0 && w.b < a.p.problem.batch) value = a.m.sinks[at.head];
-    }
+    const bool has_sink = a.sinks != nullptr && w.b >= 0 && w.b < a.p.problem.batch;
+    const float value = has_sink ? a.sinks[at.head] : -INFINITY;
     if (float* const lse = packed_lse(a, w, at); lse != nullptr && lane == 0) *lse = value;
     zero_rows(a.p.out, w.b, w.q.start + at.query, at.head, 1, a.p.problem.head_dim_v, lane);
   }
@@ -193,9 +191,8 @@ __device__ __forceinline__ void store_packed(const typename T::Args& a, const ty
     const bool empty = state.minus_max[half] == INFINITY && sum == 0.f;
     float inverse = empty ? 0.f : factor / sum;
     float lse = empty ? -INFINITY : logf(sum) - state.minus_max[half] * (unit * kLn2);
-    if constexpr (T::kModified) {
-      if (a.m.sinks != nullptr && lse == lse) inverse *= add_sink(lse, a.m.sinks[at.head]);
-    }
+    const float sink = a.sinks != nullptr ? a.sinks[at.head] : -INFINITY;
+    if (sink != -INFINITY) inverse *= add_sink(lse, sink);
     if (float* const to = packed_lse(a, w, at); to != nullptr && stores_stats && is_there) *to = lse;
     uint16_t* const out = row_pointer(a.p.out, w.b, w.q.start + at.query, at.head) + from;
     if (a.p.out.is_float) {
@@ -278,6 +275,7 @@ __device__ __forceinline__ void schedule_packed_work(const typename T::Args& a, 
     return rows() > a.served.above && rows() <= a.served.upto;
   };
   if constexpr (!T::kCutsQueries) clear_unused_rows<T>(a, smem, threadIdx.x % 32);
+  const PartRule rule = part_rule(p, a.cache, a.c);
   PipelineState<T::kQStages> q_ring;
   PipelineState<T::kWorkStages> work_ring;
   q_ring.phase = 1;
@@ -303,7 +301,7 @@ __device__ __forceinline__ void schedule_packed_work(const typename T::Args& a, 
       const auto [first, last] = queries_of_tile<T>(a, w);
       if (last < first) break;
       const KeyParts parts =
-          key_parts(AttnMod{p, w.q.length, w.k.length}, a.c, first, last, T::kBlockN, rows() <= a.c.rows);
+          key_parts(AttnMod{p, w.q.length, w.k.length}, a.c, rule, first, last, T::kBlockN, rows() <= a.c.rows);
       const int own_part = is_outside() ? 0 : part;
       if (own_part < parts.count) {  // the queries behind these may see more keys
         const BlockRange blocks = parts.part(own_part);

@@ -6,6 +6,7 @@
 // Maxima are kept in the units of the scores, as in fwd_mod/weights.cuh and as the tiles of 16 rows leave them.
 #pragma once
 
+#include "../../common/mod_scores.cuh"
 #include "../fwd_mod/weights.cuh"
 #include "packed.cuh"
 

@@ -14,9 +14,10 @@ struct CachedFwdArgs : FwdArgs {
   // Of K and V, rows come in pieces of one copy, which divide a tile and do not cross pages; bytes from row to row.
   int piece_rows = 0;
   int64_t k_row_bytes = 0, v_row_bytes = 0;
+  const float* sinks = nullptr;  // (h)
 };
 
-// First warp.
+// First warp. Where sinks are asked for, rows without keys have an lse of their own.
 template <typename T>
 __device__ __forceinline__ void schedule_cached_work(const CachedFwdArgs& a, const FwdMaps& maps, uint32_t smem,
                                                      WorkTile* work_tiles, Barriers<T> bars) {
@@ -25,7 +26,11 @@ __device__ __forceinline__ void schedule_cached_work(const CachedFwdArgs& a, con
     const bool outside = sequence < 0 || sequence == p.batch;  // in no sequence: no keys
     if (!outside && w.q.length * static_cast<int>(a.grid.shared.divisor) <= a.served.above) return false;
     w.k = {0, CachedKeys::of(p, a.cache, sequence).length};
-    return true;
+    if (a.sinks == nullptr || outside) return true;
+    const BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
+    if (blocks.begin < blocks.end) return true;
+    store_empty<T>(a.p, w, a.sinks[w.h], nullptr, threadIdx.x % 32);
+    return false;
   });
 }
 

@@ -1,6 +1,7 @@
 // How output leaves the fp8 forward: what quantisation took away comes back.
 #pragma once
 
+#include "../../common/sink.cuh"
 #include "../fwd/store.cuh"
 #include "config.cuh"
 #include "weights.cuh"
@@ -81,12 +82,7 @@ __device__ __forceinline__ void join_sink(const Fp8Args& a, const Work& w, int r
   for (int half = 0; half < 2; ++half) {
     float share = 1.f;  // of the keys' weights in all
     if (lane % 4 == 0 && row + 8 * half < w.q.length) {
-      float* lse = a.p.lse + row_stat_offset(a.p.problem, w, w.h) + row + 8 * half;
-      // Both denominators, e^lse and e^sink, over the larger of the two.
-      const float own = *lse, top = fmaxf(own, sink);
-      const float ours = ptx::ex2((own - top) * kLog2e), both = ours + ptx::ex2((sink - top) * kLog2e);
-      share = ours / both;
-      *lse = top + logf(both);
+      share = add_sink(a.p.lse[row_stat_offset(a.p.problem, w, w.h) + row + 8 * half], sink);
     }
     share = __shfl_sync(ptx::kFullWarp, share, lane / 4 * 4);
 #pragma unroll

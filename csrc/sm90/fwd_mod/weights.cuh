@@ -4,6 +4,7 @@
 // were visited.
 #pragma once
 
+#include "../../common/sink.cuh"
 #include "../fwd/weights.cuh"
 #include "config.cuh"
 
@@ -128,14 +129,8 @@ __device__ __forceinline__ void finish_mod_rows(const FwdModArgs& a, const ModWo
     inverse[half] = m.keep_scale * ptx::reciprocal(empty ? INFINITY : sum[half]);
   }
   if (sink != -INFINITY) {
-    // Both denominators, e^lse and e^sink, over the larger of the two.
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float top = fmaxf(lse[half], sink);
-      const float share = ptx::ex2((lse[half] - top) * kLog2e), both = share + ptx::ex2((sink - top) * kLog2e);
-      lse[half] = top + logf(both);
-      inverse[half] *= share * ptx::reciprocal(both);
-    }
+    for (int half = 0; half < 2; ++half) inverse[half] *= add_sink(lse[half], sink);
   }
   if (lane % 4 != 0) return;
   const int64_t stat = row_stat_offset(a.plain.p.problem, work.w, work.w.h) + row;

@@ -248,6 +248,10 @@ inline uint32_t __reduce_max_sync(uint32_t, uint32_t x) {
   for (int mask = 16; mask > 0; mask /= 2) x = std::max(x, __shfl_xor_sync(0, x, mask));
   return x;
 }
+inline uint32_t __reduce_add_sync(uint32_t, uint32_t x) {
+  for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(0, x, mask);
+  return x;
+}
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   const uint64_t both = uint64_t{y} << 32 | x;
   uint32_t result = 0;

@@ -231,8 +231,8 @@ MUTANTS = (
              "      StridedView like_out = p.out;\n      like_out.ptr = p.dout.ptr;\n"
              "      d[i] = load_8(row_pointer(like_out, tile.w.b,"),), "layout"),
     Mutant(1102, "M11 lse in base 2 (Hopper)", "the logarithm of the sum is taken to base 2", (
-        Edit("sm90/fwd/store.cuh", "= logf(sum[half]) - state.minus_max",
-             "= log2f(sum[half]) - state.minus_max"),)),
+        Edit("sm90/fwd/store.cuh", "= logf(sum[half]) - minus_max",
+             "= log2f(sum[half]) - minus_max"),)),
     Mutant(1501, "M15 turns not awaited",
            "in the deterministic mode blocks of keys add to dQ on Hopper whenever they get there", (
         Edit("sm90/bwd/dq_semaphore.cuh", "while (__any_sync(ptx::kFullWarp, (seen & ~kFirst) != block)) {",

@@ -1,8 +1,8 @@
 // The forward for few queries over a cache (kv_cache.h): lengths and places of the keys are on the device.
 //
 // A slot is a sequence, whatever it holds, so the grid depends on shapes alone and a CUDA graph may be replayed with other
-// lengths and tables. The keys of a sequence are divided into parts by its own length; CTAs of parts that are not there
-// end at once. A sequence of one part leaves its result directly, and the merge passes over it.
+// lengths and tables. Keys are divided into parts by the lengths of all sequences (common/key_parts.cuh); CTAs of parts that
+// are not there end at once. A sequence of one part leaves its result directly, and the merge passes over it.
 #pragma once
 
 #include "../../common/key_parts.cuh"

@@ -2,8 +2,8 @@
 //
 //   A tile has the query heads of a key head side by side: row r is query r / group, head r % group of the key head's. So
 //   keys come once for all of them, and 16 queries of 4 heads fill 64 rows.
-//   CTAs share out the keys of a sequence, in parts by its own length (common/key_parts.cuh). sm80/split_kv/cached.cuh adds
-//   them up.
+//   CTAs share out the keys of a sequence, in parts by the lengths of all (common/key_parts.cuh). sm80/split_kv/cached.cuh
+//   adds them up.
 #pragma once
 
 #include "../../common/key_parts.cuh"

@@ -486,9 +486,11 @@ bool agrees(const Case& c, int splits, bool lazy) {
   request.constraints.kv_splits = splits;
   Plan made = plan(request, {.cc_major = 8, .cc_minor = 6, .num_sms = 4, .smem_per_block = 99 * 1024}, Arch::kSm80);
   made.kv_cache.keys_of_part = c.keys_of_part, made.kv_cache.least_keys = c.least_keys;
-  // Every other run divides keys by the lengths of all sequences.
-  if (lazy) made.kv_cache.equal_splits = (splits + 1) / 2, made.kv_cache.all_parts = splits * x.batch / 2 + 1;
-  made.kv_cache.seen_keys = x.cache.max_keys;
+  // Every other run divides keys by the lengths of all sequences; the batch-invariant mode never does.
+  if (lazy && c.keys_of_part == 0) {
+    made.kv_cache.equal_splits = (splits + 1) / 2, made.kv_cache.all_parts = splits * x.batch / 2 + 1;
+    made.kv_cache.seen_keys = x.cache.max_keys;
+  }
   x.workspace.assign(made.split_kv.workspace_bytes() / 8 + 2, ~uint64_t{0});  // NaN
   x.p.schedule = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(x.workspace.data()) + 15) / 16 * 16);
   emu::lazy = lazy;

@@ -5,9 +5,9 @@ one length only), "entries" the same through lengths on the device, "page n" pag
 order, "engine" pages of 16 with K and V side by side in a token and heads outside of its rows. "e4m3" and
 "int8" are pages of 64 of 8 bits, with factors of heads and of slots. Rows called "mla" have latents of 576
 columns, whose first 512 are the values, in pages of 64 keys in a random order: "latents" is
-:func:`flash_ext.serving.flash_mla_with_kvcache`, "FlashMLA" the library of that name with ``--flashmla-lib``.
-Their largest difference is printed; a row where it is above 0.01 has no times, and the program ends with an
-error once all rows are done.
+:func:`flash_ext.serving.flash_mla_with_kvcache`, "page 1" the same over pages of one key, "FlashMLA" the
+library of that name with ``--flashmla-lib``. The largest difference to it is printed; a row where it is above
+0.01 has no times, and the program ends with an error once all rows are done.
 
 All run in interleaved rounds on random data, with the L2 cache overwritten before each launch. TB/s counts
 the keys and values in use, 16 bits an element everywhere, and latents once. TFLOP/s counts visible pairs.
@@ -224,8 +224,14 @@ def latent_calls(
     pool = torch.randn(batch * pages, LATENT_PAGE, 1, row.head_dim, **like)
     table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
     lengths = torch.tensor(row.lengths, dtype=torch.int32, device=device)
+    tokens = torch.randperm(pool[..., 0].numel(), device=device).view(batch, -1).int()
+
+    def ours(cache: Tensor, places: Tensor) -> tuple[Tensor, ...]:
+        return serving.flash_mla_with_kvcache(q, cache, places, lengths, row.head_dim_v, causal=causal)
+
     found: dict[str, Callable[[], tuple[Tensor, ...]]] = {
-        OURS: lambda: serving.flash_mla_with_kvcache(q, pool, table, lengths, row.head_dim_v, causal=causal)
+        OURS: functools.partial(ours, pool, table),
+        "page 1": functools.partial(ours, pool.view(-1, 1, 1, row.head_dim), tokens),
     }
     if peer is None:
         return found

@@ -35,11 +35,14 @@ struct SplitGrid {
 // sets the scale: a block of 64 keys at head_dim 128 takes 1 us at a multiprocessor's share of the bandwidth, one of
 // another size `weight`. On other GPUs the proportions count.
 
+// Beside the time that a CTA takes as one of many: what it takes alone. Over pages memory answers later.
+inline constexpr double kAlone = 0.6, kAloneOverPages = 1.;
+
 // How long `part` blocks take on a multiprocessor with so many CTAs. 16 rows are bound by memory, or, with less than a
 // CTA for each multiprocessor, by latency; 64 rows by their products and exponentials.
-inline double time_of_part(int64_t part, double ctas, int rows, double weight) {
+inline double time_of_part(int64_t part, double ctas, int rows, double weight, double alone) {
   const double blocks = static_cast<double>(part);
-  if (rows <= 16) return blocks * weight * std::max(ctas, 0.6);
+  if (rows <= 16) return blocks * weight * std::max(ctas, alone);
   return blocks * std::max(0.37 + 0.63 * weight, 1.1 * weight - 0.1) * (0.6 + std::max(ctas, 1.));
 }
 
@@ -50,24 +53,24 @@ struct PartsOfKeys {
 
 // Into how many parts keys are split so that it takes the least time: a wave of CTAs costs 1.5 beside its keys, adding
 // up 3, 1 / 16 a part (of 64 rows 1 / 5) and the traffic of partial results, `result_bytes` a part. Candidates fill half of
-// the multiprocessors, all of them, one and a half times as many, ...
+// the multiprocessors, all of them, one and a half times as many, ...; 1 to 4 parts even out the last wave of many items.
 inline PartsOfKeys best_parts(int64_t items, int64_t blocks, int rows, double weight, double result_bytes, int sms,
-                              int ctas_per_sm) {
-  constexpr int64_t kLeastBlocks = 4;
+                              int ctas_per_sm, double alone = kAlone) {
+  constexpr int64_t kLeastBlocks = 4, kHalves = 8, kFewParts = 4;
   constexpr double kBytesPerUs = 4e6;
   const int64_t most = std::clamp<int64_t>(blocks / kLeastBlocks, 1, kMaxSplits);
   const int64_t capacity = int64_t{1} * sms * ctas_per_sm;
   PartsOfKeys best{1, 0.};
-  for (int64_t halves = 0; halves <= 8; ++halves) {
-    const int64_t wanted = std::clamp<int64_t>(halves * sms / (2 * items), 1, most);
+  for (int64_t i = 0; i <= kHalves + kFewParts; ++i) {
+    const int64_t wanted = std::clamp<int64_t>(i <= kHalves ? i * sms / (2 * items) : i - kHalves, 1, most);
     const int64_t part = (blocks + wanted - 1) / wanted, parts = (blocks + part - 1) / part;
     const int64_t waves = items * parts / capacity, rest = items * parts % capacity;
-    const double keys = static_cast<double>(waves) * time_of_part(part, ctas_per_sm, rows, weight) +
-                        (rest > 0 ? time_of_part(part, static_cast<double>(rest) / sms, rows, weight) : 0.);
+    const double keys = static_cast<double>(waves) * time_of_part(part, ctas_per_sm, rows, weight, alone) +
+                        (rest > 0 ? time_of_part(part, static_cast<double>(rest) / sms, rows, weight, alone) : 0.);
     const double of_part = (rows <= 16 ? 1. / 16 : 1. / 5) + 2 * result_bytes / kBytesPerUs;
     const double merge = 3. + static_cast<double>(parts) * of_part;
     const double time = keys + 1.5 * static_cast<double>(waves + (rest > 0)) + (parts > 1 ? merge : 0.);
-    if (halves == 0 || time < best.time) best = {static_cast<int>(parts), time};
+    if (i == 0 || time < best.time) best = {static_cast<int>(parts), time};
   }
   return best;
 }

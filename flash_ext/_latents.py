@@ -32,8 +32,7 @@ def flash_mla_with_kvcache(
     Args:
         q: (batch, seqlen_q, h, d) float16 or bfloat16, on the CPU also float32 and float64. On a GPU d is
             576, or at most 256.
-        k_cache: (num_pages, page_size, 1, d), of which pages may lie anywhere. On a GPU page_size is a
-            multiple of 8.
+        k_cache: (num_pages, page_size, 1, d), of which pages may lie anywhere.
         block_table: (batch, max_pages) int32, the pages of each sequence in order.
         cache_seqlens: (batch,) int32, how many latents each sequence has, those of the new tokens included.
         head_dim_v: columns of a latent that are its value. On a GPU 512 of 576, or at most 256.

@@ -236,8 +236,9 @@ def packed_queries(
     return q, bounds, list(q[outside : outside + sum(counts)].split(counts))
 
 
-# Of numbers times factors of slots that become bf16: of results, and of logsumexp.
-ROUNDED = {torch.bfloat16: 4e-2, torch.float32: 1e-2}
+# Of numbers times factors of slots that become bf16: of results, and of logsumexp. The rounding of keys alone
+# moves that of 64 columns by up to 0.0102 (30 draws of what MIXED holds, a window of 50).
+ROUNDED = {torch.bfloat16: 4e-2, torch.float32: 2e-2}
 
 
 def close(got: Tensor, wanted: Tensor, name: str = "", rounded: bool = False) -> None:

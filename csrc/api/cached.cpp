@@ -156,13 +156,10 @@ FwdResult fwd_cached_gpu(const Tensor& given_q, const Tensor& k, const Tensor& v
   const bool is_modified =
       modifiers.has_score_mod || a.tree.has_value() || a.mask.has_value() || a.document_k.has_value();
   if (is_modified) request.modifiers = &modifiers;
-  const bool fits_pieces = cache.block_table == nullptr || cache.page_size.divisor % 8 == 0;
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !latents || (path.arch == Arch::kSm90 && !is_modified && fits_pieces && problem.tma_ready),
-      "a cache of latents (head_dim ", k.size(-1), ", of which v is the first ", v.size(-1),
-      ") needs a Hopper GPU, "
-      "pages of a multiple of 8 keys and rows on 16 bytes; it has no softcap, no biases, and no masks but causal and "
-      "windows.");
+      !latents || (path.arch == Arch::kSm90 && !is_modified && problem.tma_ready), "a cache of latents (head_dim ",
+      k.size(-1), ", of which v is the first ", v.size(-1),
+      ") needs a Hopper GPU and rows on 16 bytes; it has no softcap, no biases, and no masks but causal and windows.");
   const Plan plan = required_forward_plan(path, request, info, q);
   const Tensor workspace = workspace_of(plan, q);
   launch(path, FwdCall{.plan = plan,

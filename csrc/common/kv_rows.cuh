@@ -1,6 +1,8 @@
 // Where the keys of a sequence lie in a cache, and tiles of them.
 #pragma once
 
+#include <type_traits>
+
 #include "../kv_cache.h"
 #include "seqlen.cuh"
 #include "tiles.cuh"
@@ -37,11 +39,17 @@ struct CachedKeys {
     return offset(c, x.batch_stride, x.row_stride, row);
   }
   __device__ __forceinline__ int64_t offset(const KvCache& c, int64_t page_stride, int64_t row_stride, int row) const {
-    const uint32_t number = divide(row, c.page_size);
-    const uint32_t in_page = row - number * c.page_size.divisor;
-    int32_t at = page;
-    if (table != nullptr) at = min(max(table[number], 0), c.num_pages - 1);
-    return at * page_stride + (start + in_page) * row_stride;
+    return offset_in(c, page_stride, row_stride, row, entry(c, row));
+  }
+  // Its halves: the entry of the table, and what follows from it.
+  __device__ __forceinline__ int32_t entry(const KvCache& c, int row) const {
+    return table != nullptr ? table[divide(row, c.page_size)] : page;
+  }
+  __device__ __forceinline__ int64_t offset_in(const KvCache& c, int64_t page_stride, int64_t row_stride, int row,
+                                               int32_t entry) const {
+    const uint32_t in_page = row - divide(row, c.page_size) * c.page_size.divisor;
+    if (table != nullptr) entry = min(max(entry, 0), c.num_pages - 1);
+    return entry * page_stride + (start + in_page) * row_stride;
   }
 };
 
@@ -67,19 +75,25 @@ __device__ __forceinline__ void load_cached_tile(uint32_t tile, const CachedKeys
   const int chunk = thread_idx % Tile::kChunks, row = thread_idx / Tile::kChunks;
   const int col_bytes = min(16, max(0, (cols - chunk * 8) * 2));
   const uint16_t* p = head + (col_bytes > 0 ? chunk * 8 : 0);
+  // Copies of as many bytes in all rows are five instructions fewer each, 0.92 of the time over 8 bits. At head_dim 256, whose
+  // tiles have 16 rows, both ways would spill 8 bytes.
+  const auto load = [&]<bool kWhole>(std::bool_constant<kWhole>) {
 #pragma unroll
-  for (int held = 0; held < kRows; held += kHeld) {
-    const int64_t at = keys.offset(c, view, min(first + held + thread_idx % kHeld, keys.length - 1));
-#pragma unroll
-    for (int i = 0; i < kHeld / kRowStep; ++i) {
-      const int r = row + i * kRowStep;  // of those held
-      const int64_t from = __shfl_sync(ptx::kFullWarp, at, r % kHeld);
-      if (kThreads == kRowStep * Tile::kChunks || row < kRowStep) {
-        ptx::cp_async_16(tile + Tile::offset(held + r, chunk), p + from,
-                         first + held + r < keys.length ? col_bytes : 0);
+    for (int held = 0; held < kRows; held += kHeld) {
+      const int64_t at = keys.offset(c, view, min(first + held + thread_idx % kHeld, keys.length - 1));
+#pragma unroll(kWhole || kRows <= 16 ? kHeld / kRowStep : 2)
+      for (int i = 0; i < kHeld / kRowStep; ++i) {
+        const int r = row + i * kRowStep;  // of those held
+        const int64_t from = __shfl_sync(ptx::kFullWarp, at, r % kHeld);
+        if (kThreads == kRowStep * Tile::kChunks || row < kRowStep) {
+          const bool in = kWhole || first + held + r < keys.length;
+          ptx::cp_async_16(tile + Tile::offset(held + r, chunk), p + from, in ? col_bytes : 0);
+        }
       }
     }
-  }
+  };
+  if (kRows > 16 && first + kRows <= keys.length) load(std::true_type{});
+  else load(std::false_type{});
 }
 
 }  // namespace flash_ext

@@ -14,7 +14,7 @@ bool supports_packed_dense(Req r, Dev d);
 bool supports_packed_mod(Req r, Dev d);
 bool supports_packed_quantized(Req r, Dev d);
 bool supports_latents(Req r, Dev d);
-bool prefers_cached_tma(Req r, Dev d);
+bool prefers_packed_cached(Req r, Dev d);
 
 void build_packed(Req r, Dev d, Plan& p);
 void build_packed_dense(Req r, Dev d, Plan& p);

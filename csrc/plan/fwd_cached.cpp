@@ -111,12 +111,12 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wid
     const int64_t row_tiles = packed ? (rows + packed_rows(r, d, rows) - 1) / packed_rows(r, d, rows) : 1;
     const int64_t items = std::max<int64_t>(1, int64_t{1} * x.batch * x.num_heads_k * row_tiles);
     const int sms = std::max(1, d.num_sms);
-    int64_t splits = best_parts(items, (keys + 63) / 64, model_rows, weight, bytes, sms, ctas_per_sm).parts;
-    // What turns bytes into numbers, or looks up pages, keeps as many CTAs busy as a multiprocessor has room for: 16 sequences
-    // of 8192 keys and 8 heads want 2 parts, at head_dim 64 3.
+    const double alone = packed ? kAlone : kAloneOverPages;
+    int64_t splits = best_parts(items, (keys + 63) / 64, model_rows, weight, bytes, sms, ctas_per_sm, alone).parts;
+    // What turns bytes into numbers keeps as many CTAs busy as a multiprocessor has room for.
     const int64_t wave = int64_t{1} * sms * ctas_per_sm;
     const bool differ = may_differ(r);
-    if (t.element_bytes == 1 || (differ && !packed)) {
+    if (t.element_bytes == 1) {
       splits = std::max(splits, std::min({wave / items, keys / kLeastKeys, int64_t{kMaxSplits}}));
     }
     // Nobody knows lengths here. Where they differ, parts for several waves even out what the longest one would take; of
@@ -168,8 +168,9 @@ void push_tall_portable(Req r, Dev d, RowRange served, Plan& p) {
 void push_tall_hopper(Req r, Dev d, RowRange served, Plan& p) {
   const sm90::HeadDims x = hopper_dims(r.problem);
   const sm90::FwdTile t = sm90::fwd_tile(x.d, x.dv);
-  Launch& l = p.push(main_of(KernelId::kFwdCached90, x.d, x.dv, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
-                             t.smem_bytes(x.d, x.dv), sm90::fwd_grid(r.problem, d, t.block_m(), true), d.num_sms));
+  Launch& l =
+      p.push(main_of(KernelId::kFwdCached90, x.d, x.dv, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
+                     sm90::cached_smem_bytes(x.d, x.dv), sm90::fwd_grid(r.problem, d, t.block_m(), true), d.num_sms));
   set_dynamic(l, true);  // lengths differ, and nobody knows them here
   l.rows = served;
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
@@ -275,19 +276,12 @@ bool supports_cached_mod(Req r, Dev) {
   return r.modifiers != nullptr && r.cache_type == CacheType::k16Bit && !r.has_latents;
 }
 bool supports_quantized(Req r, Dev) { return is_quantized(r); }
-// What the Hopper kernels read: pieces of a tile begin on the 8 rows that the swizzle permutes, and end with a page.
-static bool supports_tma_pieces(Req r) {
-  const bool pieces_fit = r.cache->block_table == nullptr || r.cache->page_size.divisor % 8 == 0;
-  return tma_fwd(r) && pieces_fit;
-}
-bool supports_cached_tma(Req r, Dev d) {
-  return supports_cached(r, d) && supports_tma_pieces(r) && cached_rows(r) > kWideRows;
-}
+bool supports_cached_tma(Req r, Dev d) { return supports_cached(r, d) && tma_fwd(r) && cached_rows(r) > kWideRows; }
 // No part has more keys than a stretch, and tiles have numbers of 32 bits.
 static bool supports_packed_tiles(Req r, Dev d) {
   const Problem& x = r.problem;
   const int64_t rows = cached_rows(r);
-  if (!supports_tma_pieces(r) || rows <= kNarrowRows) return false;
+  if (!tma_fwd(r) || rows <= kNarrowRows) return false;
   if (x.num_heads / x.num_heads_k > packed_tile(r, d, rows).block_m()) return false;
   const int64_t tiles = (int64_t{2} + x.batch) * x.num_heads_k * packed_row_tiles(r, d, rows);
   return tiles <= INT32_MAX / kMaxSplits && r.cache->max_keys <= int64_t{kMaxSplits} * sm90::kStretches.above;
@@ -307,8 +301,8 @@ bool supports_packed_quantized(Req r, Dev d) {
   if (!supports_quantized(r, d) || (r.has_slot_factors && r.problem.dtype == DType::kFloat16)) return false;
   return supports_packed_rows(r, d);
 }
-// The batch-invariant mode promises equal bits for pages of every size.
-bool prefers_cached_tma(Req, Dev d) { return !d.batch_invariant; }
+// Which kernel takes a sequence must not follow from the longest one of the call.
+bool prefers_packed_cached(Req, Dev d) { return !d.batch_invariant; }
 
 // Latents are one head, so rows are many where queries are few. Up to 8 queries of 128 heads have their keys in parts; in the
 // batch-invariant mode, which has as many parts as the cache has room for, up to 2, to bound what they take.
@@ -326,7 +320,7 @@ bool supports_latents(Req r, Dev d) {
   const int64_t tiles = (int64_t{2} + x.batch) * latent_row_tiles(r, d);
   if (tiles > INT32_MAX / kMaxSplits) return false;
   const bool fits = x.head_dim == sm90::LatentTile::kHeadDim && x.head_dim_v == sm90::LatentTile::kHeadDimV;
-  return r.has_latents && r.modifiers == nullptr && fits && x.num_heads_k == 1 && supports_tma_pieces(r) &&
+  return r.has_latents && r.modifiers == nullptr && fits && x.num_heads_k == 1 && tma_fwd(r) &&
          x.total_q * x.num_heads <= 1 << 30;  // TMA counts rows of all heads in 32 bits
 }
 void build_latents(Req r, Dev d, Plan& p) {

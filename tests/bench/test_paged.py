@@ -133,8 +133,8 @@ def test_the_library_is_loaded(monkeypatch: pytest.MonkeyPatch):
 
 def test_without_a_library_ours_alone_is_timed(small: None, tmp_path: Path):
     file = tmp_path / "paged.json"
-    (line,) = paged.main([*TRIED, "--json", str(file)])
-    assert json.loads(file.read_text()) == [line]
+    line, of_one = paged.main([*TRIED, "--json", str(file)])
+    assert json.loads(file.read_text()) == [line, of_one] and of_one["name"] == "page 1"
     assert (line["row"], line["name"], line["host_us"]) == ("mla-small", paged.OURS, None)
     assert line["tb_s"] == pytest.approx(ONE.bytes / line["us"] / 1e6)
     assert line["tflop_s"] == pytest.approx(ONE.operations / line["us"] / 1e6)
@@ -145,7 +145,7 @@ def test_both_are_timed_where_they_agree(
 ):
     paths = give_peer(monkeypatch, Peer(1e-3))
     lines = paged.main([*TRIED, "--flashmla-lib", "a.so"])
-    assert paths == ["a.so"] and [line["name"] for line in lines] == [paged.OURS, paged.PEER]
+    assert paths == ["a.so"] and [line["name"] for line in lines] == [paged.OURS, "page 1", paged.PEER]
     assert all(0 < line["difference"] < 1e-2 for line in lines)
     assert capsys.readouterr().out.count("differ by") == 1
 
@@ -168,5 +168,6 @@ def test_a_peer_that_throws_leaves_ours(
         raise RuntimeError("not these heads")
 
     give_peer(monkeypatch, refuse)
-    (line,) = paged.main([*TRIED, "--flashmla-lib", "a.so"])
-    assert line["name"] == paged.OURS and "not these heads" in capsys.readouterr().out
+    lines = paged.main([*TRIED, "--flashmla-lib", "a.so"])
+    assert [line["name"] for line in lines] == [paged.OURS, "page 1"]
+    assert "not these heads" in capsys.readouterr().out

@@ -36,13 +36,14 @@ def seen_by(rnd, groups):
     return tuple(group for group in range(groups) if rnd.random() < 0.6)
 
 
-def run_forward(m, rnd, *, apart=False, converts=False):
+def run_forward(m, rnd, *, apart=False, converts=False, by_rows=False):
     groups = 2 if converts else rnd.choice((2, 3))
     items = [[seen_by(rnd, groups) for _ in range(count)] for count in counts(rnd)]
     for tiles in filter(None, items):
         tiles[-1] = tuple({0, *tiles[-1]})
     stages, raw_stages = rnd.choice(((3, 4), (6, 8))) if converts else (rnd.choice((4, 5, 8)), 0)
-    forward(m, items, stages, rnd.choice((1, 2)), groups, rnd.random() < 0.5, apart, raw_stages)
+    draws = rnd.random() < 0.5
+    forward(m, items, stages, rnd.choice((1, 2)), groups, draws, apart, raw_stages, by_rows)
 
 
 def run_forward_mod(m, rnd, *, bias=False, places=0):
@@ -164,7 +165,9 @@ TWO_PLACES_OF_DS = ("adding fp32", "adding and dropping")  # at head_dim 128
 MODELS = {
     "forward": run_forward,
     "forward over a cache": model(run_forward, apart=True),
+    "forward over a cache, by rows": model(run_forward, apart=True, by_rows=True),
     "forward over bytes": model(run_forward, apart=True, converts=True),
+    "forward over bytes, by rows": model(run_forward, apart=True, converts=True, by_rows=True),
     "forward with modifiers": run_forward_mod,
     "forward with modifiers, tall tiles": run_forward_tall,
     "forward with a bias": model(run_forward_mod, bias=True),
@@ -234,6 +237,8 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
         ("forward", "K let go early", "overwrites"),
         ("forward", "a warp keeps Q", "deadlock"),
         ("forward over a cache", "V does not wait for the next item", "overwrites"),
+        ("forward over a cache, by rows", "rows are not waited for", "may not be written yet"),
+        ("forward over a cache, by rows", "rows without a fence", "may not see K or V"),
         ("forward over bytes", "V does not wait for the next item", "overwrites"),
         ("forward over bytes", "elements without a fence", "may not see K or V"),
         ("forward over bytes", "factors are not waited for", "may not be written yet"),
@@ -266,6 +271,7 @@ def test_a_planted_mistake_is_found(name, plant, fault):
 RINGS = {
     "forward": ("K or V", "Q"),
     "forward over a cache": ("K or V", "Q"),
+    "forward over a cache, by rows": ("K or V", "Q"),
     "forward over bytes": ("K or V", "Q", "bytes"),
     "forward with a bias": ("K or V", "Q", "bias", "chunk"),
     "forward with a bias in parts": ("K or V", "Q", "bias", "chunk"),

@@ -55,7 +55,7 @@ def test_heads_of_every_number(heads: int, window: tuple[int, int], device: str)
 
 
 @on_devices
-@pytest.mark.parametrize("page_size", [8, 24, 64, 128, 1000])
+@pytest.mark.parametrize("page_size", [1, 24, 64, 1000])
 def test_pages_of_every_size(page_size: int, device: str) -> None:
     packed(latents(LENGTHS[device], page_size, device), 16, (1, 2, 3, 4, 0, 1, 2, 1), (-1, 0))
 
@@ -253,6 +253,3 @@ def test_what_a_gpu_refuses() -> None:
         attention_varlen(flat, cache.k, cache.v, **call, **cache.places, softcap=20.0)
     with pytest.raises(NotImplementedError, match="head_dim of v must be at most 256"):
         attention_varlen(flat[..., :256], cache.k[..., :256], cache.k[..., :300], **call, **cache.places)
-    odd = latents((70, 3), 20, "cuda")
-    with pytest.raises(NotImplementedError, match="multiple of 8 keys"):
-        attention_varlen(flat, odd.k, odd.v, **call, **odd.places)

@@ -64,9 +64,9 @@ def test_few_and_many_queries_in_one_call(
 ) -> None:
     h, h_k, d, dv = heads
     counts, lengths = MIXED[device]
-    cache, descales = make(lengths, 16, kind, factors, device, "heads first", h_k, d, dv)
     q, bounds, each = packed_queries(counts, h, d, device, dtype_on(device), outside=3)
-    for bound in (None, max(counts)):
+    for bound, page_size in ((None, 16), (max(counts), 3)):
+        cache, descales = make(lengths, page_size, kind, factors, device, "heads first", h_k, d, dv)
         out, lse = run(q, bounds, cache, window_size=window, max_seqlen_q=bound, **descales)
         rounded = factors == "slots" and q.dtype == torch.bfloat16
         check(out, lse, bounds, each, cache, window, rounded=rounded)
@@ -350,8 +350,14 @@ def test_what_packed_tiles_do_not_take(kind: torch.dtype) -> None:
     def row(*args: Any, **options: Any) -> str:
         return launched_for(30, kind, *args, **options)[0]
 
-    assert row("slots") == row(dtype=torch.float16) == row(head_dim=128) == row(head_dim=80) == PACKED
-    assert row("slots", dtype=torch.float16) == row(head_dim=192) == row(page_size=4) == PORTABLE
+    assert (
+        row("slots", page_size=4)
+        == row(dtype=torch.float16)
+        == row(head_dim=128)
+        == row(head_dim=80)
+        == PACKED
+    )
+    assert row("slots", dtype=torch.float16) == row(head_dim=192) == PORTABLE
     assert row(softcap=3.0) == PACKED
     with serving.set_batch_invariant(True):
         assert row() == PORTABLE

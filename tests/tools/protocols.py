@@ -125,12 +125,15 @@ class Role:
             cell.fenced = True
         self.unfenced.clear()
 
-    def copy(self, barrier, cell, value):
-        """TMA, which ends whenever it likes."""
+    def fence_copy(self, cell):
+        cell.fenced = self.knows(cell.writer)
+
+    def copy(self, barrier, cell, value, fenced=True):
+        """TMA, or without a fence cp.async; it ends whenever it likes."""
         self.check_free(cell)
         self.copies += 1
         event = (f"{self.name}'s copy", self.copies)
-        cell.value, cell.writer, cell.readers, cell.fenced = None, event, {}, True
+        cell.value, cell.writer, cell.readers, cell.fenced = None, event, {}, fenced
         barrier.copies += 1
         self.arrive(barrier)
         self.machine.copies.append((barrier, cell, value, event))

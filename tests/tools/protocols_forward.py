@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from tests.tools.protocols import CHUNK, END, WARPS, Barrier, Slots, barriers, cells
 
 
-def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=False, raw_stages=0):
+def forward(
+    m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=False, raw_stages=0, by_rows=False
+):
     """schedule_work() and load_tiles() of fwd/produce.cuh, consume() of fwd/consume.cuh. An item is a list
     of tiles, a tile the groups that see it; group 0 sees the last one. ``apart``: load_cached_tiles() of
     fwd_cached/produce.cuh, which has a role for K and one for V. ``raw_stages``: of the ring of bytes that
@@ -18,6 +20,7 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=Fals
     raw, factors = Slots("bytes", max(raw_stages, 1), WARPS), Slots("factors", max(raw_stages, 1), 1)
     copied = raw if raw_stages else kv
     item, ending, turn = Slots("item", 4, 1), Barrier(1), barriers(groups, 2 * WARPS)
+    landed = barriers(kv_stages, 1)
 
     def scheduler(me):
         found = 0
@@ -65,12 +68,30 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=Fals
                         if left == min(3, len(items[n])):
                             me.arrive(ending)
                         used += begun > 1
-                    yield from copied.load(me, used, (what, n, left))
+                    if by_rows:
+                        yield copied.left(used)
+                        bars, slots = (copied.full, raw_stages) if raw_stages else (landed, kv_stages)
+                        me.copy(bars[used % slots], copied.at(used), (what, n, left), fenced=False)
+                    else:
+                        yield from copied.load(me, used, (what, n, left))
                     used, begun = used + 1, begun + 1
                 me.read(item.at(place), n)
                 place += 1
 
         return role
+
+    def passes_on(me):
+        used = place = 0
+        while (n := (yield from item.take(me, place))) != END:
+            for _ in range(2 * len(items[n])):
+                if m.plant != "rows are not waited for":
+                    yield landed[used % kv_stages], used // kv_stages
+                if m.plant != "rows without a fence":
+                    me.fence_copy(kv.at(used))
+                me.arrive(kv.full[used % kv_stages])
+                used += 1
+            me.read(item.at(place), n)
+            place += 1
 
     def load_factors(me, used, what):
         yield raw.left(used)
@@ -198,6 +219,8 @@ def forward(m, items, kv_stages=4, q_stages=2, groups=2, draws=False, apart=Fals
     if apart:
         m.role("loader of K", loader_of("K"))
         m.role("loader of V", loader_of("V"))
+        if by_rows and not raw_stages:
+            m.role("passes on", passes_on)
     else:
         m.role("loader", loader, kv.load, True)
     if raw_stages:

@@ -18,6 +18,7 @@ build or no build, 3 no GPU.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -148,20 +149,21 @@ def pool_cases() -> list[Case]:
 
 
 def cached_runs(target: Target) -> Iterator[tuple[str, Run]]:
-    """Few queries over pages of 16 and of 8 bits, and of latents, in tiles of every width."""
+    """Over pages of 16 and of 3 keys, of 8 bits, and of latents, in tiles of every width."""
     lengths = [1500, 0, 333]
-    for head_dim in (64, 128):
-        cache = make_cache(lengths, 16, 2, head_dim, device=target.device, dtype=torch.bfloat16)
+    for head_dim, page_size in itertools.product((64, 128), (16, 3)):
+        cache = make_cache(lengths, page_size, 2, head_dim, device=target.device, dtype=torch.bfloat16)
         narrow = {dtype: in_bytes(cache, dtype, "slots") for dtype in (torch.float8_e4m3fn, torch.int8)}
-        for count in (2, 9, 30):
-            yield f"pages {head_dim} {count}", cached_run(cache.k, cache.v, cache, 8, count, target)
+        for count in (2, 9, 30, 150):
+            name = f"pages of {page_size}, {head_dim} {count}"
+            yield name, cached_run(cache.k, cache.v, cache, 8, count, target)
             for dtype, (held, descales) in narrow.items():
-                name = f"pages {head_dim} {count} {dtype}"
-                yield name, cached_run(held.k, held.v, cache, 8, count, target, **descales)
+                yield f"{name} {dtype}", cached_run(held.k, held.v, cache, 8, count, target, **descales)
     if target.path == "sm90":
-        cache = make_cache(lengths, 64, 1, 576, 576, target.device, torch.bfloat16)
-        for heads in (16, 128):
-            yield f"latents {heads}", cached_run(cache.k, cache.k[..., :512], cache, heads, 3, target)
+        for heads, page_size in itertools.product((16, 128), (64, 3)):
+            cache = make_cache(lengths, page_size, 1, 576, 576, target.device, torch.bfloat16)
+            name = f"latents in pages of {page_size}, {heads}"
+            yield name, cached_run(cache.k, cache.k[..., :512], cache, heads, 3, target)
 
 
 def cached_run(

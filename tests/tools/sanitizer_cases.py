@@ -310,6 +310,7 @@ def cache_cases() -> list[CacheCase]:
         found.append(CacheCase(1, head_dim, (1, 70), (33, 130)))
         found.append(CacheCase(8, head_dim, (90, 0, 200), (101, 7, 333)))
         found.append(CacheCase(16, head_dim, (9, 0, 50), (1500, 7, 333)))
+        found.append(CacheCase(48, head_dim, (140, 0, 20), (101, 7, 333)))
     return [*found, CacheCase(48, 128, (20, 40), (700, 2100), True)]
 
 

@@ -63,6 +63,7 @@ struct FwdTraits {
   static constexpr int kChunkColumns = 64, kChunks = chunks_of(D), kChunksV = chunks_of(Dv);
   static constexpr int kStagingChunks = kTile.staging_chunks(Dv);
   static constexpr int kKeys = kBlockN;  // of a tile, a warpgroup's
+  static constexpr bool kHasValues = true;  // beside keys
   static constexpr bool kNamesSequences = false;  // whether a packed work tile has the number of its sequence as its b
   // The producers want 40 for packed sequences, where consumers leave it.
   static constexpr int kConsumerRegs = kConsumers == 1 ? 128 : kConsumers == 2 ? 232 : D == 96 ? 152 : 160;

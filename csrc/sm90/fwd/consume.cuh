@@ -331,9 +331,9 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
 }
 
 // The body of a kernel whose consumers are these. produce(cta, warp): in warps of the first warpgroup.
-template <typename T, typename Args, typename Produce>
+template <typename T, typename OwnBarriers = Barriers<T>, typename Args, typename Produce>
 __device__ __forceinline__ void run_fwd_cta(const Args& a, const FwdMaps& maps, const Produce& produce) {
-  run_cta<T, typename T::Tile, Barriers<T>>(
+  run_cta<T, typename T::Tile, OwnBarriers>(
       produce, [&](const auto& cta, int group) { consume<T>(a, maps, cta.smem, cta.shared, cta.bars, group - 1); });
 }
 

@@ -25,6 +25,7 @@ void prepare_cached(const FwdCall& c, const Launch& l, CachedFwdArgs& a) {
   a.sinks = c.modifiers.sinks;
   const int page_size = static_cast<int>(c.cache.page_size.divisor);
   a.piece_rows = c.cache.block_table != nullptr ? std::gcd(page_size, T::kBlockN) : T::kBlockN;
+  a.by_rows = a.piece_rows < kLeastPieceRows;
   a.k_row_bytes = static_cast<int64_t>(map_stride(c.p.k.row_stride, 2));
   a.v_row_bytes = static_cast<int64_t>(map_stride(c.p.v.row_stride, 2));
 }

@@ -57,7 +57,7 @@ struct PackedTraits : FwdTraits<E, D, D, D <= 128 ? 128 : 192> {
   static constexpr int kBarriersAt = (kPlaceAt + static_cast<int>(sizeof(Work)) + 7) / 8 * 8;
   static constexpr int kSmemBytes = packed_smem_bytes(D, kSharesKeys);
   static_assert(kTile.block_n == Base::kBlockN && kTile.consumers == 2 && kTile.q_stages == Base::kQStages);
-  static_assert(kBarriersAt + 8 * (2 * kKvStages + 2 * Base::kQStages + Base::kWorkStages + 1) <= kSmemBytes);
+  static_assert(kBarriersAt + 8 * (3 * kKvStages + 2 * Base::kQStages + Base::kWorkStages + 1) <= kSmemBytes);
 };
 
 // Where row `row` of a tile lies.

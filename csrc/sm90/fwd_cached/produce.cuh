@@ -4,7 +4,7 @@
 #pragma once
 
 #include "../fwd/produce.cuh"
-#include "pieces.cuh"
+#include "copies.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -14,6 +14,7 @@ struct CachedFwdArgs : FwdArgs {
   // Of K and V, rows come in pieces of one copy, which divide a tile and do not cross pages; bytes from row to row.
   int piece_rows = 0;
   int64_t k_row_bytes = 0, v_row_bytes = 0;
+  bool by_rows = false;  // lanes copy them instead
   const float* sinks = nullptr;  // (h)
 };
 
@@ -38,26 +39,23 @@ __device__ __forceinline__ void schedule_cached_work(const CachedFwdArgs& a, con
 template <typename T>
 struct CopiedRing {
   static constexpr int kStages = T::kKvStages, kColumns = T::kChunkColumns, kRowBytes = 128;  // of a chunk
+  static constexpr int kElementBytes = 2;
   uint32_t smem;
-  Barriers<T> bars;
+  CachedBarriers<T> bars;
   __device__ uint32_t tile(int stage) const { return smem + stage * T::kStageBytes; }
   __device__ uint32_t full(int stage) const { return bars.kv_full(stage); }
+  __device__ uint32_t landed(int stage) const { return bars.landed(stage); }
   __device__ uint32_t empty(int stage) const { return bars.kv_empty(stage); }
   template <bool kIsV>
   static constexpr int kChunks = kIsV ? T::kChunksV : T::kChunks;
 };
 
-// Second warp: K; third: V. Stages are used in the order of fwd/produce.cuh, K0, K1, V0, K2, V1, ..., so each warp passes
-// over those of the other. A lane finds the place of a piece, with its entry of the table, before the stage is free.
-template <typename T, bool kIsV, typename Ring>
-__device__ __forceinline__ void load_cached_tiles(const CachedFwdArgs& a, const CUtensorMap& map,
-                                                  const typename T::Tile* work_tiles, Barriers<T> bars,
-                                                  const Ring& copies) {
-  constexpr int kRows = T::kBlockN, kChunks = Ring::template kChunks<kIsV>, kRowBytes = Ring::kRowBytes;
-  const StridedView& view = kIsV ? a.p.v : a.p.k;
-  const int64_t row_bytes = kIsV ? a.v_row_bytes : a.k_row_bytes;
-  const int lane = threadIdx.x % 32;
-  PipelineState<Ring::kStages> ring;
+// Stages are used in the order of fwd/produce.cuh, K0, K1, V0, K2, V1, ..., so each warp passes
+// over those of the other. A lane finds its place, with its entry of the table, before the stage is free.
+template <typename T, bool kIsV, typename Copies>
+__device__ __forceinline__ void load_tiles_by(Copies copies, const CachedFwdArgs& a, const typename T::Tile* work_tiles,
+                                              Barriers<T> bars) {
+  PipelineState<Copies::kStages> ring;
   PipelineState<T::kWorkStages> work_ring;
   ring.phase = 1;
   if (kIsV) ring.advance();  // K of the first tile
@@ -83,31 +81,36 @@ __device__ __forceinline__ void load_cached_tiles(const CachedFwdArgs& a, const 
       } else {
         // Fetch late: a tile claimed early cannot go to a CTA that is free before.
         const bool dynamic = a.scheduler.counter != nullptr;  // else nobody waits for that
-        if (dynamic && left == min(kFetchAhead, tiles) && lane == 0) ptx::mbarrier_arrive(bars.work_ending());
-        if (begun > 1) ring.advance();  // V of the last tile but one
-      }
-      const int own_row = min(lane * a.piece_rows, kRows - a.piece_rows);
-      const PiecePlace own =
-          PiecePlace::of(keys, a.cache, view, row_bytes, h_k, (begin + left - 1) * kRows + own_row, a.piece_rows);
-      wait(copies.empty(ring.stage), ring.phase);
-      const uint32_t bar = copies.full(ring.stage);
-      if (lane == 0) ptx::mbarrier_arrive_expect_tx(bar, kChunks * kRows * kRowBytes);
-      uint32_t to = copies.tile(ring.stage);
-#pragma unroll 1
-      for (int i = 0; i * a.piece_rows < kRows; ++i, to += a.piece_rows * kRowBytes) {
-        const int row = __shfl_sync(ptx::kFullWarp, own.row, i);
-        const int far = __shfl_sync(ptx::kFullWarp, own.far, i), near = __shfl_sync(ptx::kFullWarp, own.near, i);
-        if (lane == 0) {
-#pragma unroll
-          for (int c = 0; c < kChunks; ++c) {
-            ptx::tma_load_5d(to + c * kRows * kRowBytes, &map, bar, Ring::kColumns * c, row, far, near, 0);
-          }
+        if (dynamic && left == min(kFetchAhead, tiles) && threadIdx.x % 32 == 0) {
+          ptx::mbarrier_arrive(bars.work_ending());
         }
+        if (T::kHasValues && begun > 1) ring.advance();  // V of the last tile but one
       }
+      const int first = (begin + left - 1) * T::kBlockN;
+      copies.find(keys, a.cache, h_k, first, left == tiles);
+      wait(copies.ring.empty(ring.stage), ring.phase);
+      copies.start(keys, a.cache, h_k, first, ring.stage);
       ring.advance();
     }
   }
-  if constexpr (kIsV && T::kParts) ptx::allow_next_kernel();  // which adds the parts up
+  if constexpr (kIsV == T::kHasValues && T::kParts) ptx::allow_next_kernel();  // which adds the parts up
+}
+
+// Second warp: K, or latents; third: V.
+template <typename T, bool kIsV, typename Ring>
+__device__ __forceinline__ void load_cached_tiles(const CachedFwdArgs& a, const CUtensorMap& map,
+                                                  const typename T::Tile* work_tiles, Barriers<T> bars,
+                                                  const Ring& ring) {
+  constexpr int kRows = T::kBlockN, kChunks = Ring::template kChunks<kIsV>;
+  const StridedView& view = kIsV ? a.p.v : a.p.k;
+  if (a.by_rows) {
+    const int columns = kIsV ? a.p.problem.head_dim_v : a.p.problem.head_dim;
+    const RowCopies<Ring, kRows, kChunks> copies{ring, view, columns * Ring::kElementBytes};
+    load_tiles_by<T, kIsV>(copies, a, work_tiles, bars);
+  } else {
+    const PieceCopies<Ring, kRows, kChunks> copies{ring, map, view, kIsV ? a.v_row_bytes : a.k_row_bytes, a.piece_rows};
+    load_tiles_by<T, kIsV>(copies, a, work_tiles, bars);
+  }
 }
 
 }  // namespace flash_ext::sm90

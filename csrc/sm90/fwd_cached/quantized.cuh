@@ -2,7 +2,7 @@
 //
 // Tiles of queries, parts of keys and consumers are those of packed.cuh. What differs is how keys and values come:
 //
-//   TMA brings bytes to a ring of their own, in the order of the ring that consumers read: K0, K1, V0, K2, V1, ...
+//   Copies bring bytes to a ring of their own, in the order of the ring that consumers read: K0, K1, V0, K2, V1, ...
 //   One warpgroup or two turn them into elements of the type of q (convert.cuh), in the place and the swizzle that TMA
 //   would give those of a 16-bit cache.
 //
@@ -111,20 +111,22 @@ struct QuantizedBarriers : Barriers<T> {
 template <typename T>
 struct RawRing {
   static constexpr int kStages = T::kRawStages, kColumns = T::kRawRowBytes, kRowBytes = T::kRawRowBytes;
+  static constexpr int kElementBytes = 1;
   uint32_t smem;
   QuantizedBarriers<T> bars;
   __device__ uint32_t tile(int stage) const { return smem + T::kRawAt + stage * T::kRawBytes; }
   __device__ uint32_t factors(int stage) const { return smem + T::kFactorsAt + stage * T::kFactorBytes; }
   __device__ uint32_t full(int stage) const { return bars.raw_full(stage); }
+  __device__ uint32_t landed(int stage) const { return full(stage); }  // no wgmma reads bytes
   __device__ uint32_t empty(int stage) const { return bars.raw_empty(stage); }
   template <bool kIsV>
   static constexpr int kChunks = T::kHeadDim / T::kRawRowBytes;
 };
 
 // Fourth warp: factors of the slots of a tile beside its bytes, 0 where no key is, 1 where slots have none. The tiles are
-// those of one ring, K0, K1, V0, K2, V1, ... A lane has a few neighbouring keys. They share a page, because pages have
-// multiples of 8 keys; it is looked up before the stage is free.
-template <typename T>
+// those of one ring, K0, K1, V0, K2, V1, ... A lane has a few neighbouring keys, looked up before the stage is free. They share a
+// page where rows come in pieces.
+template <typename T, bool kByRows>
 __device__ __forceinline__ void load_slot_factors(const QuantizedFwdArgs& a, const QuantizedTile* work_tiles,
                                                   const RawRing<T>& copies) {
   if (!a.has_slot_factors()) return;
@@ -133,23 +135,26 @@ __device__ __forceinline__ void load_slot_factors(const QuantizedFwdArgs& a, con
   PipelineState<T::kWorkStages> work_ring;
   ring.phase = 1;
   constexpr int kOwn = T::kBlockN / 32;
-  static_assert(8 % kOwn == 0);
   const auto load = [&](const CacheFactors& f, int b, int h, int tile) {
-    const float* from = f.ptr;
+    const float* from[kByRows ? kOwn : 1] = {f.ptr};
     int there = 0;  // of the lane's keys
     if (f.of_slots) {
       const CachedKeys keys = CachedKeys::of(a.p.problem, a.cache, b);
       const int first = tile * T::kBlockN + lane * kOwn;
       there = keys.length - first;
-      if (there > 0) from += keys.offset(a.cache, f.batch_stride, f.row_stride, first) + h * f.head_stride;
+#pragma unroll
+      for (int i = 0; i < (kByRows ? kOwn : 1); ++i) {
+        from[i] = f.ptr;
+        if (i < there) from[i] += keys.offset(a.cache, f.batch_stride, f.row_stride, first + i) + h * f.head_stride;
+      }
     }
     wait(copies.empty(ring.stage), ring.phase);
     const uint32_t bar = copies.bars.factors_full(ring.stage), to = copies.factors(ring.stage) + lane * kOwn * 4;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       if (f.of_slots) {
-        ptx::cp_async_4(to + 4 * i, from, i < there ? 4 : 0);
-        if (i + 1 < there) from += f.row_stride;
+        ptx::cp_async_4(to + 4 * i, from[kByRows ? i : 0], i < there ? 4 : 0);
+        if (!kByRows && i + 1 < there) from[0] += f.row_stride;
       } else {
         ptx::store_shared_word(to + 4 * i, __float_as_uint(1.f));
       }
@@ -190,7 +195,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         } else if (warp == 2) {
           load_cached_tiles<T, true>(a, maps.v, cta.shared, cta.bars, copies);
         } else {
-          load_slot_factors<T>(a, cta.shared, copies);
+          if (a.by_rows) load_slot_factors<T, true>(a, cta.shared, copies);
+          else load_slot_factors<T, false>(a, cta.shared, copies);
         }
       },
       [&](const auto& cta, int group) { consume<T>(a, maps, cta.smem, cta.shared, cta.bars, group - 1); },

@@ -5,6 +5,12 @@
 
 namespace flash_ext::sm90 {
 
+// Of tiles of one head: those of the forward, with barriers of rows that lanes copy.
+constexpr int cached_smem_bytes(int d, int dv) {
+  const FwdTile t = fwd_tile(d, dv);
+  return t.smem_bytes(d, dv) + 8 * t.kv_stages;
+}
+
 // Up to 64 packed rows one warpgroup would have no rows. Both have them all then, and half of the keys of every tile each.
 // Evidence: paged.
 constexpr bool can_share_keys(int d) { return d <= 128; }

@@ -110,7 +110,7 @@ struct Fp8Numbers {
     finish_rows<(T::kHeadDim <= 128)>(a, w, state, row, lane, inverse);
     put_back_row_offset(a, w, state, row, lane);
     finish_output<T>(a, w, static_cast<int>(divide(w.h, a.grid.shared)), o, inverse, staging, lane);
-    join_sink(a, w, row, lane, o);
+    scale_by_sink(a, w, row, lane, o);
     constexpr float kOnes[2] = {1.f, 1.f};
     store_staged<T>(a, maps, w, o, kOnes, staging, warp_row, lane);
   }

@@ -74,7 +74,7 @@ __device__ __forceinline__ void put_back_row_offset(const Fp8Args& a, const Work
 // The sink joins two rows: their lse, which is there where sinks are, and their output. It begins with the lse that this
 // lane has stored, because registers are short: they hold the scores of the next tile as well.
 template <int kCount>
-__device__ __forceinline__ void join_sink(const Fp8Args& a, const Work& w, int row, int lane, float (&o)[kCount]) {
+__device__ __forceinline__ void scale_by_sink(const Fp8Args& a, const Work& w, int row, int lane, float (&o)[kCount]) {
   if (a.x.sinks == nullptr) return;
   const float sink = __ldg(a.x.sinks + w.h);
   if (sink == -INFINITY) return;

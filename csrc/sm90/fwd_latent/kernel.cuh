@@ -26,11 +26,12 @@ struct LatentTraits {
   using Tile = PackedTile;
   using Args = PackedFwdArgs;
   static constexpr bool kPacked = true, kQuantized = false, kModified = false, kCutsQueries = true;
+  static constexpr bool kParts = true, kHasValues = false;  // keys are values as well, so a tile comes once
   static constexpr int kHeadDim = LatentTile::kHeadDim, kHeadDimV = LatentTile::kHeadDimV;
   static constexpr int kBlockM = LatentTile::kRows, kBlockN = LatentTile::kKeys, kThreads = LatentTile::kThreads;
   static constexpr int kConsumers = 2, kConsumerRegs = 232, kProducerRegs = 40;
   static constexpr int kKvStages = LatentTile::kKvStages, kQStages = 1, kWorkStages = 4;
-  static constexpr int kChunkColumns = 64, kChunks = chunks_of(kHeadDim), kChunkBytes = 64 * 128;
+  static constexpr int kChunkColumns = 64, kChunks = chunks_of(kHeadDim), kChunksV = 0, kChunkBytes = 64 * 128;
   static constexpr int kQBytes = LatentTile::kTileBytes, kStageBytes = LatentTile::kTileBytes;
   static constexpr int kQAt = kKvStages * kStageBytes, kWeightsAt = kQAt + kQBytes;
   static constexpr int kMaximaAt = kWeightsAt + LatentTile::kWeightBytes;
@@ -38,51 +39,8 @@ struct LatentTraits {
   static constexpr int kPlaceAt = kWorkAt + kWorkStages * static_cast<int>(sizeof(Tile));
   static constexpr int kBarriersAt = (kPlaceAt + static_cast<int>(sizeof(Work)) + 7) / 8 * 8;
   static constexpr int kSmemBytes = LatentTile::kSmemBytes;
-  static_assert(kBarriersAt + 8 * (2 * kKvStages + 2 * kQStages + kWorkStages + 1) <= kSmemBytes);
+  static_assert(kBarriersAt + 8 * (3 * kKvStages + 2 * kQStages + kWorkStages + 1) <= kSmemBytes);
 };
-
-// Second warp. Keys are values as well, so a tile comes once.
-template <typename T>
-__device__ __forceinline__ void load_latents(const PackedFwdArgs& a, const FwdMaps& maps, uint32_t smem,
-                                             const PackedTile* work_tiles, Barriers<T> bars) {
-  const int lane = threadIdx.x % 32;
-  PipelineState<T::kKvStages> ring;
-  PipelineState<T::kWorkStages> work_ring;
-  ring.phase = 1;
-#pragma unroll 1
-  while (true) {
-    const WorkTile& work = wait_for_work<T>(work_tiles, bars, work_ring);
-    if (work.w.block < 0) break;
-    work_ring.advance();
-    const CachedKeys keys = CachedKeys::of(a.p.problem, a.cache, work.w.b);
-    const int begin = work.blocks.begin, tiles = work.blocks.end - begin;
-#pragma unroll 1
-    for (int left = tiles; left > 0; --left) {
-      const bool dynamic = a.scheduler.counter != nullptr;
-      if (dynamic && left == min(kFetchAhead, tiles) && lane == 0) ptx::mbarrier_arrive(bars.work_ending());
-      const int own_row = min(lane * a.piece_rows, T::kBlockN - a.piece_rows);
-      const PiecePlace own = PiecePlace::of(keys, a.cache, a.p.k, a.k_row_bytes, 0,
-                                            (begin + left - 1) * T::kBlockN + own_row, a.piece_rows);
-      wait(bars.kv_empty(ring.stage), ring.phase);
-      const uint32_t bar = bars.kv_full(ring.stage);
-      if (lane == 0) ptx::mbarrier_arrive_expect_tx(bar, T::kStageBytes);
-      uint32_t to = smem + ring.stage * T::kStageBytes;
-#pragma unroll 1
-      for (int i = 0; i * a.piece_rows < T::kBlockN; ++i, to += a.piece_rows * 128) {
-        const int row = __shfl_sync(ptx::kFullWarp, own.row, i);
-        const int far = __shfl_sync(ptx::kFullWarp, own.far, i), near = __shfl_sync(ptx::kFullWarp, own.near, i);
-        if (lane == 0) {
-#pragma unroll
-          for (int c = 0; c < T::kChunks; ++c) {
-            ptx::tma_load_5d(to + c * T::kChunkBytes, &maps.k, bar, T::kChunkColumns * c, row, far, near, 0);
-          }
-        }
-      }
-      ring.advance();
-    }
-  }
-  ptx::allow_next_kernel();  // which adds the parts up
-}
 
 // What the warpgroup whose turn it is hands to the other one: weights thread by thread, maxima row by row.
 struct Handover {
@@ -239,13 +197,15 @@ __device__ __forceinline__ void consume_latents(const PackedFwdArgs& a, uint32_t
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     fwd_latent_sm90_kernel(const __grid_constant__ PackedFwdArgs a, const __grid_constant__ FwdMaps maps) {
-  run_cta<T, PackedTile, Barriers<T>>(
+  run_cta<T, PackedTile, CachedBarriers<T>>(
       [&](const auto& cta, int warp) {
         if (warp == 0) {
           Work& place = *reinterpret_cast<Work*>(cta.bytes + T::kPlaceAt);
           schedule_packed_work<T>(a, maps, cta.smem, cta.shared, cta.bars, place);
         } else if (warp == 1) {
-          load_latents<T>(a, maps, cta.smem, cta.shared, cta.bars);
+          load_cached_tiles<T, false>(a, maps.k, cta.shared, cta.bars, CopiedRing<T>{cta.smem, cta.bars});
+        } else if (warp == 2 && a.by_rows) {
+          pass_on_tiles<T>(cta.shared, cta.bars);
         }
       },
       [&](const auto& cta, int group) { consume_latents<T>(a, cta.smem, cta.shared, cta.bars, group - 1); });

@@ -35,8 +35,8 @@ struct SplitGrid {
 // sets the scale: a block of 64 keys at head_dim 128 takes 1 us at a multiprocessor's share of the bandwidth, one of
 // another size `weight`. On other GPUs the proportions count.
 
-// Beside the time that a CTA takes as one of many: what it takes alone. Over pages memory answers later.
-inline constexpr double kAlone = 0.6, kAloneOverPages = 1.;
+// What a CTA takes alone, as a share of a multiprocessor's time. Over a cache it waits longer for each tile.
+inline constexpr double kAlone = 0.6, kAloneOverCache = 1.;
 
 // How long `part` blocks take on a multiprocessor with so many CTAs. 16 rows are bound by memory, or, with less than a
 // CTA for each multiprocessor, by latency; 64 rows by their products and exponentials.
@@ -53,15 +53,18 @@ struct PartsOfKeys {
 
 // Into how many parts keys are split so that it takes the least time: a wave of CTAs costs 1.5 beside its keys, adding
 // up 3, 1 / 16 a part (of 64 rows 1 / 5) and the traffic of partial results, `result_bytes` a part. Candidates fill half of
-// the multiprocessors, all of them, one and a half times as many, ...; 1 to 4 parts even out the last wave of many items.
+// the multiprocessors, all of them, one and a half times as many, ...; up to 4 parts of 16 rows even out the last one of a few
+// waves.
 inline PartsOfKeys best_parts(int64_t items, int64_t blocks, int rows, double weight, double result_bytes, int sms,
                               int ctas_per_sm, double alone = kAlone) {
-  constexpr int64_t kLeastBlocks = 4, kHalves = 8, kFewParts = 4;
+  constexpr int64_t kLeastBlocks = 4, kHalves = 8, kFewParts = 4, kFewWaves = 4;
   constexpr double kBytesPerUs = 4e6;
   const int64_t most = std::clamp<int64_t>(blocks / kLeastBlocks, 1, kMaxSplits);
   const int64_t capacity = int64_t{1} * sms * ctas_per_sm;
   PartsOfKeys best{1, 0.};
-  for (int64_t i = 0; i <= kHalves + kFewParts; ++i) {
+  const bool is_uneven = rows <= 16 && ctas_per_sm > 1 && items <= kFewWaves * capacity;
+  const int64_t candidates = kHalves + (is_uneven ? kFewParts : 0);
+  for (int64_t i = 0; i <= candidates; ++i) {
     const int64_t wanted = std::clamp<int64_t>(i <= kHalves ? i * sms / (2 * items) : i - kHalves, 1, most);
     const int64_t part = (blocks + wanted - 1) / wanted, parts = (blocks + part - 1) / part;
     const int64_t waves = items * parts / capacity, rest = items * parts % capacity;

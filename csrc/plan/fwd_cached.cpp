@@ -111,7 +111,7 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wid
     const int64_t row_tiles = packed ? (rows + packed_rows(r, d, rows) - 1) / packed_rows(r, d, rows) : 1;
     const int64_t items = std::max<int64_t>(1, int64_t{1} * x.batch * x.num_heads_k * row_tiles);
     const int sms = std::max(1, d.num_sms);
-    const double alone = packed ? kAlone : kAloneOverPages;
+    const double alone = packed ? kAlone : kAloneOverCache;
     int64_t splits = best_parts(items, (keys + 63) / 64, model_rows, weight, bytes, sms, ctas_per_sm, alone).parts;
     // What turns bytes into numbers keeps as many CTAs busy as a multiprocessor has room for.
     const int64_t wave = int64_t{1} * sms * ctas_per_sm;

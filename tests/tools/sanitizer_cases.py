@@ -311,6 +311,8 @@ def cache_cases() -> list[CacheCase]:
         found.append(CacheCase(8, head_dim, (90, 0, 200), (101, 7, 333)))
         found.append(CacheCase(16, head_dim, (9, 0, 50), (1500, 7, 333)))
         found.append(CacheCase(48, head_dim, (140, 0, 20), (101, 7, 333)))
+    # Heads of 36 columns do not start on 16 bytes.
+    found.append(CacheCase(16, 36, (90, 0, 200), (101, 7, 333)))
     return [*found, CacheCase(48, 128, (20, 40), (700, 2100), True)]
 
 

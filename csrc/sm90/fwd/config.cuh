@@ -89,7 +89,7 @@ __device__ __forceinline__ void init_pairs(uint32_t first, int count, int full_a
   }
 }
 
-// Shared-memory addresses of a CTA's barriers. "full" ones complete by the bytes of a copy, "empty" ones when every
+// Shared-memory addresses of a CTA's barriers. "full" ones complete by the bytes of a copy or by who fills a stage, "empty" ones when every
 // consumer warp has arrived.
 template <typename T>
 struct Barriers {

@@ -12,9 +12,11 @@ def forward(
 ):
     """schedule_work() and load_tiles() of fwd/produce.cuh, consume() of fwd/consume.cuh. An item is a list
     of tiles, a tile the groups that see it; group 0 sees the last one. ``apart``: load_cached_tiles() of
-    fwd_cached/produce.cuh, which has a role for K and one for V. ``raw_stages``: of the ring of bytes that
-    convert_tiles() of fwd_cached/convert.cuh leaves, with load_slot_factors() of fwd_cached/quantized.cuh. Of
-    its warps the first one writes, and the others let go of what they have read."""
+    fwd_cached/produce.cuh, which has a role for K and one for V. ``by_rows``: lanes copy. Where there are no
+    bytes pass_on_tiles() of fwd_cached/copies.cuh then tells the consumers. ``raw_stages``: of the ring of
+    bytes that convert_tiles() of fwd_cached/convert.cuh leaves, with load_slot_factors() of
+    fwd_cached/quantized.cuh. Of its warps the first one writes, and the others let go of what they have
+    read."""
     kv = Slots("K or V", kv_stages, groups * WARPS, full=WARPS if raw_stages else 1)
     q = Slots("Q", q_stages, groups * WARPS)
     raw, factors = Slots("bytes", max(raw_stages, 1), WARPS), Slots("factors", max(raw_stages, 1), 1)

@@ -161,7 +161,8 @@ def ring_attention(
     document_ids = _ids_of(mask, q)
     options = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
     plan = _Plan(rank, world, share, zigzag, left, right, options)
-    out, lse = _RingFunction.apply(q, k, v, document_ids, plan, group)
+    result: tuple[Tensor, Tensor] = _RingFunction.apply(q, k, v, document_ids, plan, group)
+    out, lse = result
     if return_aux is None:
         return out
     return out, AuxOutput(lse if return_aux.lse else None)

@@ -132,7 +132,8 @@ def rotate(x: Tensor) -> Tensor:
         low, high = pairs.unbind(-2)
         y = torch.stack((low + high, low - high), -2).flatten(-3)
         step *= 2
-    return y * d**-0.5
+    rotated: Tensor = y * d**-0.5
+    return rotated
 
 
 # ---- quantisation ----------------------------------------------------------------------------------------

@@ -337,9 +337,9 @@ def packed_bits(elements: Tensor) -> Tensor:
     if elements.shape[-1] == 0:
         return elements.to(torch.int32)
     wide = F.pad(elements, (0, -elements.shape[-1] % 32))
-    wide = wide.unflatten(-1, (wide.shape[-1] // 8, 8))
+    eights: Tensor = wide.unflatten(-1, (wide.shape[-1] // 8, 8))
     weights = 2 ** torch.arange(8, device=elements.device, dtype=torch.uint8)
-    return (wide * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
+    return (eights * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
 
 
 def unpacked(bits: Tensor, cols: int) -> Tensor:

@@ -314,7 +314,8 @@ def _sum_of(bias: Bias, dense: list[Tensor]) -> Tensor | None:
 
 def _joint_shape(names: object, tensors: list[Tensor]) -> torch.Size:
     try:
-        return torch.broadcast_shapes((1, 1, 1, 1), *(tensor.shape for tensor in tensors))
+        shape: torch.Size = torch.broadcast_shapes((1, 1, 1, 1), *(tensor.shape for tensor in tensors))
     except RuntimeError:
         found = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ValueError(f"{names!r}: the shapes {found} do not broadcast with each other.") from None
+    return shape

@@ -95,8 +95,8 @@ def mask_value(mask: Any) -> Mask | None:
             if mask.is_floating_point():
                 hint = f"A float tensor is added: bias=tensor. {hint}"
             raise TypeError(f"mask must be torch.bool, got {mask.dtype}. {hint}")
-        mask = for_one_call(Dense(mask))
-    elif not isinstance(mask, Mask):
+        return for_one_call(Dense(mask))
+    if not isinstance(mask, Mask):
         hint = " A bias goes into bias=." if isinstance(mask, Bias) else ""
         if "flex_attention" in type(mask).__module__:
             hint = " Build one with flash_ext.masks.BlockMask.from_torch."
@@ -121,15 +121,17 @@ def bias_value(bias: Any, q: Tensor) -> Bias | None:
             if bias.dtype == torch.bool:
                 cure = "Give it as mask=, where True takes part"
             raise TypeError(f"bias must be floating point, got {bias.dtype}. {cure}.")
-        bias = DenseBias(bias)
+        value: Bias = DenseBias(bias)
     elif not isinstance(bias, Bias):
         hint = " A mask goes into mask=." if isinstance(bias, Mask) else ""
         raise TypeError(
             "bias must be a bias of flash_ext.masks, a float tensor or None, got "
             f"{type(bias).__qualname__}.{hint}"
         )
-    check_devices(bias, "bias", q)
-    return bias
+    else:
+        value = bias
+    check_devices(value, "bias", q)
+    return value
 
 
 def added(
@@ -183,10 +185,10 @@ def _number(name: str, value: Any) -> float:
 
 
 def checked_dropout_p(dropout_p: Any) -> float:
-    dropout_p = _number("dropout_p", dropout_p)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p must be a probability from 0 to 1, got {dropout_p}.")
-    return dropout_p
+    p = _number("dropout_p", dropout_p)
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout_p must be a probability from 0 to 1, got {p}.")
+    return p
 
 
 # ---- dropout's random numbers --------------------------------------------------------------------------
@@ -249,7 +251,7 @@ def _check_bias_dtype(t: Tensor, q: Tensor) -> None:
     if t.dtype in (torch.float32, q.dtype):
         return
     device = q.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if torch.amp.autocast_mode.is_autocast_available(device) and torch.is_autocast_enabled(device):
         if t.dtype == torch.get_autocast_dtype(device):
             return
     raise TypeError(
@@ -268,7 +270,8 @@ def _per_head(t: Any, name: str, q: Tensor, shapes: list[tuple[int, ...]], layou
         raise TypeError(f"{name} must be floating point, got {t.dtype}. Convert it with .float().")
     _check_device(t, name, q)
     _check_shape(t, name, shapes, layout)
-    return t.to(_statistic(q)).contiguous()
+    statistic: Tensor = t.to(_statistic(q)).contiguous()
+    return statistic
 
 
 def _statistic(q: Tensor) -> torch.dtype:

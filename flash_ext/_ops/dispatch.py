@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -338,7 +339,9 @@ def run_modified_bwd(
         return tuple(named[name] for name in needs)
     *numbers, deterministic, backend = operator_options(q, *options)
     wanted = [bool({*"qkv"} & {*needs}), *(name in needs for name in GRADIENTS[3:])]
-    call = ModifiedGradientFunction.apply if _in_functorch() else torch.ops.flash_ext.bwd_mod.default
+    call: Callable[..., Any] = torch.ops.flash_ext.bwd_mod.default
+    if _in_functorch():
+        call = ModifiedGradientFunction.apply
     wide = grad_dtype is not None and _is_wide("grad_dtype", grad_dtype, q)
     grads = call(*tensors, *numbers, *modifier_arguments(mods), *wanted, deterministic, backend, wide)
     named = dict(zip(GRADIENTS, grads))

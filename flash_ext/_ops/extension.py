@@ -83,7 +83,8 @@ def hash_program(package: Path) -> Path:
 def is_of_sources_beside(package: Path, file: Path) -> bool:
     """Whether a module was built from the sources of this source folder."""
     content_hash = runpy.run_path(str(hash_program(package)))["content_hash"]
-    return build_record(file).get("sources") == content_hash(package.parent / "csrc")
+    sources: str = content_hash(package.parent / "csrc")
+    return build_record(file).get("sources") == sources
 
 
 def build_record(file: Path) -> dict[str, str]:

@@ -142,7 +142,7 @@ def apply_modified_under_transforms(*args: Any) -> tuple[Tensor, Tensor, Tensor]
 def cast_as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype where it is on, except those of float64."""
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not torch.amp.autocast_mode.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)

@@ -177,7 +177,7 @@ def forget_calls(mask: Mask) -> None:
 
 def _for_graph(mask: Mask, kept: Kept, key: tuple[Any, ...], versions: list[int]) -> Prepared:
     """What was made before the capture, on whichever stream: the capture waits for all of them."""
-    for (*found_key, _), found in reversed(list(kept.made.items())):
+    for (*found_key, _), found in list(kept.made.items())[::-1]:
         if (*found_key,) == key and found.sources == versions:
             kept.keep(found)
             return found

@@ -44,4 +44,6 @@ def unpad_input(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Puts the padding back, as zeros: (total, ...) to (batch, seqlen, ...)."""
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    padded: Tensor = rows.unflatten(0, (batch, seqlen))
+    return padded

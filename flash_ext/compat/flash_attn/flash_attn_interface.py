@@ -405,9 +405,12 @@ def _out_alone(
     if counting:
         tally("compat.flash_attn")
     q, k, v = (_with_unit_stride(t) for t in (q, k, v))
+    out: Tensor
     if cu_seqlens_q is None:
-        return attention(q, k, v, **options)
-    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+        out = attention(q, k, v, **options)
+    else:
+        out = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    return out
 
 
 def _over_pages(

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._attention import Layout
 from ._log import logged
 from ._masks.biases import Bias
 from ._masks.value import Mask
 from ._ops import plan as plans
 from ._ops.arguments import Asked, modifiers_of
 from ._ops.described import described
-from ._ops.dispatch import operator_options
+from ._ops.dispatch import from_heads_first, operator_options
 from ._ops.library import _C
 from ._ops.spec import default_scale
 from ._ops.words import refuse_unknown
@@ -64,6 +65,7 @@ def explain(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
+    layout: Layout = "bshd",
     deterministic: bool | None = None,
     backend: str | None = None,
     gpu: str | None = None,
@@ -79,7 +81,7 @@ def explain(
     Args:
         q, k, v, cu_seqlens_q, cu_seqlens_k: as in :func:`attention` or, with both cu_seqlens, as in
             :func:`attention_varlen`.
-        causal, window_size, scale, mask, sinks, softcap, dropout_p, deterministic, backend: as there.
+        causal, window_size, scale, mask, sinks, softcap, dropout_p, layout, deterministic, backend: as there.
         bias: as there, and read as it is given. The first call of a DenseBias reads it so. Later ones on a
             GPU read a copy that it keeps, if its rows do not begin on 16 bytes.
         gpu: "9.0/132" explains for a GPU of that compute capability and so many multiprocessors, wherever the
@@ -92,6 +94,13 @@ def explain(
         ValueError, TypeError: as :func:`attention`, but where no backend serves the call the answer says so.
     """
     refuse_unknown(explain, unknown)
+    if layout != "bshd":
+        if cu_seqlens_q is not None or cu_seqlens_k is not None:
+            raise ValueError(
+                f"layout is one of dense tensors, got {layout!r} with cu_seqlens. Packed tensors are (total, "
+                "num_heads, head_dim); leave layout out."
+            )
+        q, k, v = from_heads_first(layout, q, k, v)
     options = (None, None, scale, causal, window_size, deterministic, None if gpu else backend)
     _C.check_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *operator_options(q, *options))
     asked = Asked(mask, bias, sinks, softcap, dropout_p)

@@ -416,8 +416,9 @@ def from_heads_first(layout: Any, *tensors: Any) -> list[Tensor]:
     for name, t in zip("qkv", tensors):
         explain_tensors(**{name: t})
         if t.dim() != 4:
+            hint = " Packed sequences go into attention_varlen." if name == "q" and t.dim() == 3 else ""
             raise ValueError(
-                f"{name} must have shape (batch, num_heads, seqlen, head_dim), got {tuple(t.shape)}."
+                f"{name} must have shape (batch, num_heads, seqlen, head_dim), got {tuple(t.shape)}.{hint}"
             )
     return [t.transpose(1, 2) for t in tensors]
 

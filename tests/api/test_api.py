@@ -102,8 +102,8 @@ PUBLIC_PARAMETERS = {
     "return_aux=None, backend=None, **unknown",
     "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, "
     "scale=None, enable_gqa=False",
-    "explain": f"q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *, {SCORES}, deterministic=None, "
-    "backend=None, gpu=None, **unknown",
+    "explain": f"q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *, {SCORES}, layout='bshd', "
+    "deterministic=None, backend=None, gpu=None, **unknown",
     "count": "",
     "enable_sdpa": "",
     "disable_sdpa": "",
@@ -383,6 +383,8 @@ def test_layouts_that_are_refused() -> None:
         flash_ext.attention(q, k, v, layout="sbhd")
     with pytest.raises(ValueError, match=r"k must have shape \(batch, num_heads, .* got \(17, 2, 16\)"):
         flash_ext.attention(q, k[0], v, layout="bhsd")
+    with pytest.raises(ValueError, match=r"got \(17, 4, 16\)\. Packed sequences go into attention_varlen\.$"):
+        flash_ext.attention(q[0], k[0], v[0], layout="bhsd")
     with pytest.raises(
         TypeError, match="v must be a torch.Tensor, got ndarray. Convert it with torch.from_numpy"
     ):

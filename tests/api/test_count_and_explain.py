@@ -151,6 +151,27 @@ def test_on_the_cpu():
     assert set(found.why_not) == {"sm90", "sm80"}
 
 
+@pytest.mark.parametrize("gpu", [None, H200])
+@pytest.mark.parametrize("more", [{}, {"bias": masks.ALiBi(torch.rand(8))}], ids=["plain", "modified"])
+def test_heads_first_is_explained_as_the_same_tensors(more: dict, gpu: str | None):
+    """As attention takes them: as transposed views. What begins on other bytes has other kernels."""
+    q, k, v = qkv(2, 8, 512, 64, dtype=torch.bfloat16)
+    turned = [t.transpose(1, 2) for t in (q, k, v)]
+    found = flash_ext.explain(q, k, v, causal=True, layout="bhsd", gpu=gpu, **more)
+    assert found == flash_ext.explain(*turned, causal=True, gpu=gpu, **more)
+
+
+def test_layouts_that_are_refused():
+    q, k, v = qkv(2, 8, 2, 16)
+    with pytest.raises(ValueError, match='layout must be "bshd" or "bhsd", got \'sbhd\''):
+        flash_ext.explain(q, k, v, layout="sbhd")
+    with pytest.raises(ValueError, match="Packed sequences go into attention_varlen"):
+        flash_ext.explain(q[0], k[0], v[0], layout="bhsd")
+    cu = torch.tensor([0, 8]).int()
+    with pytest.raises(ValueError, match="layout is one of dense tensors, got 'bhsd' with cu_seqlens"):
+        flash_ext.explain(q[0], k[0], v[0], cu, cu, layout="bhsd")
+
+
 @pytest.mark.parametrize(
     "wrong, error",
     [

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import flash_ext
-from flash_ext.fp8 import Fp8Mode, attention_fp8, quantize_fp8
+from flash_ext.fp8 import Fp8Mode, Granularity, attention_fp8, quantize_fp8
 from tests.cases import COMPILED_HEAD_DIMS, Case, dense, few_query_cases, packed
 from tests.harness import TARGETS, Target
 from tests.inputs import make_inputs
@@ -431,10 +431,21 @@ class Fp8Case(NamedTuple):
     packed: bool = False
     dtype: torch.dtype = torch.bfloat16
     turned: int = 0  # features of q and k that rotary factors turn
+    rows: int = 131
+    keys: int = 190
+    used: tuple[int, ...] = ()  # keys of each sequence; empty: all
+    window: tuple[int, int] = (-1, -1)
+    granularity: Granularity = "block"
+    hadamard: bool = False
+
+
+# The accumulator of products takes 1024. What the third 1024 come to joins what the first ones left.
+MANY_KEYS = 2100
 
 
 def fp8_cases() -> list[Fp8Case]:
-    """Every head size in both modes, lengths that end inside tiles."""
+    """Every head size in both modes, lengths that end inside tiles, more keys than an accumulator takes."""
+    many = {"rows": 40, "keys": MANY_KEYS}
     return [
         Fp8Case("fp8", 64, 64, causal=True, dtype=torch.float16),
         Fp8Case("fp8", 96, 80, packed=True),
@@ -445,31 +456,49 @@ def fp8_cases() -> list[Fp8Case]:
         Fp8Case("mixed", 64, 48, packed=True),
         Fp8Case("mixed", 96, 96, causal=True),
         Fp8Case("mixed", 128, 128, causal=True, dtype=torch.float16),
+        Fp8Case("fp8", 64, 64, **many),
+        Fp8Case("fp8", 128, 128, window=(1500, 20), **many),
+        Fp8Case("fp8", 192, 192, packed=True, granularity="head", **many),
+        Fp8Case("fp8", 256, 256, hadamard=True, **many),
+        Fp8Case("mixed", 128, 128, used=(MANY_KEYS - 13, 1030), **many),
     ]
 
 
 def run_fp8(case: Fp8Case, target: Target, from_host: bool = False) -> None:
-    """Raises AssertionError on NaN."""
+    """Raises AssertionError on NaN, which rows behind the keys that are used hold."""
     made_on = "cpu" if from_host else target.device
-    lengths = ((131, 4, case.head_dim), (190, 2, case.head_dim), (190, 2, case.head_dim_v))
-    tensors = (torch.randn(*(() if case.packed else (2,)), *shape, device=made_on) for shape in lengths)
-    q, k, v = (exact(t.to(case.dtype), target.device) for t in tensors)
+    sizes = ((case.rows, 4, case.head_dim), (case.keys, 2, case.head_dim), (case.keys, 2, case.head_dim_v))
+    q, k, v = (torch.randn(*(() if case.packed else (2,)), *shape, device=made_on) for shape in sizes)
+    # The first keys come last. Theirs are the largest scores, so that maxima rise behind 1024 keys as well.
+    k *= torch.linspace(max(case.keys / 500, 1), 1, case.keys, device=made_on)[:, None, None]
+    for b, count in enumerate(case.used):
+        k[b, count:], v[b, count:] = torch.nan, torch.nan
+    q, k, v = (exact(t.to(case.dtype), target.device) for t in (q, k, v))
     bounds = {}
     if case.packed:
-        bounds = {"cu_seqlens_q": torch.tensor([0, 3, 131]), "cu_seqlens_k": torch.tensor([0, 65, 190])}
-    bounds = {name: exact(t.int().to(made_on), target.device) for name, t in bounds.items()}
+        bounds = {"cu_seqlens_q": [0, 3, case.rows], "cu_seqlens_k": [0, 65, case.keys]}
+    if case.used:
+        bounds |= {"seqused_k": list(case.used)}
+    places = {
+        name: exact(torch.tensor(x, dtype=torch.int32, device=made_on), target.device)
+        for name, x in bounds.items()
+    }
     rotary = None
     if case.turned:
         of_q, of_k = (torch.rand(2, t.shape[-3], case.turned // 2, device=made_on) for t in (q, k))
         rotary = tuple(tuple(exact(t, target.device) for t in of) for of in (of_q, of_k))
-    x = quantize_fp8(q, k, v, mode=case.mode, rotary=rotary, **bounds)
+    how = {"mode": case.mode, "granularity": case.granularity, "hadamard": case.hadamard, "rotary": rotary}
+    x = quantize_fp8(q, k, v, **how, **places)
     if not from_host:
         held = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
         x = dataclasses.replace(x, **{n: exact(t) for n, t in held.items() if isinstance(t, Tensor)})
-    for sinks in (None, exact(torch.randn(4, device=made_on), target.device)):
-        out, aux = attention_fp8(x, causal=case.causal, sinks=sinks, return_aux=EVERYTHING)
+    sinks = exact(torch.randn(4, device=made_on), target.device)
+    masks = {"causal": case.causal, "window_size": case.window}
+    # Where the largest scores are asked for, no tile is formed with an older maximum.
+    for request, own in ((flash_ext.AuxRequest(lse=True), None), (EVERYTHING, sinks)):
+        out, aux = attention_fp8(x, **masks, sinks=own, return_aux=request)
         for t in (out, *aux):
-            assert not t.isnan().any(), f"{case}: a result holds NaN"
+            assert t is None or not t.isnan().any(), f"{case}: a result holds NaN"
 
 
 AnyCase = Case | ModifierCase | CacheCase | LatentCase | Fp8Case

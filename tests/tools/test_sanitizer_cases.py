@@ -10,6 +10,7 @@ import torch
 
 from flash_ext._ops.library import _C
 from tests.cases import COMPILED_HEAD_DIMS, Case
+from tests.fp8_kernel import KEYS_OF_ACCUMULATOR
 from tests.harness import SMALL_SMEM_BYTES, TARGETS, Target, on_gpu_paths
 from tests.kernels.plans import plan_of
 from tests.modifier_cases import BIASES, DISTANCES, MASKS, SCORES, STRUCTURE, ModifierCase
@@ -73,6 +74,16 @@ def test_heads_are_divided_whatever_the_gpu(pretended_gpu: None, path: str):
             _C.set_switch("smem_per_block", smem)
             for case in divided_cases():
                 assert plan_of(case, TARGETS[path].choice)["gqa_splits"] > 1, (num_sms, smem, case)
+
+
+def test_fp8_cases_have_more_keys_than_an_accumulator_takes():
+    """The second accumulator is begun and added to, wherever it lies, beside every option."""
+    many = [case for case in fp8_cases() if case.keys > 2 * KEYS_OF_ACCUMULATOR]
+    assert {(case.mode, case.head_dim_v) for case in many} == {
+        ("fp8", 64), ("fp8", 128), ("fp8", 192), ("fp8", 256), ("mixed", 128),
+    }  # fmt: skip
+    for option in ("packed", "used", "window", "granularity", "hadamard"):
+        assert any(getattr(case, option) != Fp8Case._field_defaults[option] for case in many), option
 
 
 def test_cases_run_on_the_cpu():

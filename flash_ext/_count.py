@@ -22,8 +22,11 @@ class Counts:
     Attributes:
         calls: calls of each public entry: ``attention``, ``attention_varlen``, ``forward``, ``backward``,
             ``scaled_dot_product_attention``, ``append_kv``, ``attention_fp8``, ``nn.MultiheadAttention``,
-            ``serving`` (the calls of engines), ``compat.flash_attn``, ``integrations.transformers``. An entry
-            that calls another counts for both.
+            ``serving`` (the calls of engines), ``compat.flash_attn``, ``integrations.transformers``,
+            ``distributed.ring_attention``, ``distributed.ulysses_attention``, ``merge_attention_states``. An
+            entry that calls another counts for both.
+        fell_back: calls that ran in another way than was asked for, by (entry, reason): under ``quantize`` of
+            ``integrations.transformers`` those in the type of the model instead of fp8.
         torch_served: calls of torch's own operators that ran here under :func:`flash_ext.enable_sdpa`, by the
             operator's name; forward and backward are operators of their own.
         torch_returned: those that went back to the implementation of torch, by (operator, reason).
@@ -31,6 +34,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
+        self.fell_back: Counter[tuple[str, str]] = Counter()
         self.torch_served: Counter[str] = Counter()
         self.torch_returned: Counter[tuple[str, str]] = Counter()
         self._served: Counter[str] = Counter()
@@ -53,6 +57,7 @@ class Counts:
     def __repr__(self) -> str:
         parts: dict[str, Counter[Any]] = {
             "calls": self.calls,
+            "fell_back": self.fell_back,
             "torch_served": self.torch_served,
             "torch_returned": self.torch_returned,
         }
@@ -82,6 +87,15 @@ def tally(entry: str) -> None:
     with _lock:
         for counts in counting:
             counts.calls[entry] += 1
+
+
+def tally_fallback(entry: str, reason: str) -> None:
+    """One more call of an entry that runs in another way than was asked for; asked as :func:`tally` is."""
+    if torch.compiler.is_compiling():
+        return
+    with _lock:
+        for counts in counting:
+            counts.fell_back[entry, reason] += 1
 
 
 def _served() -> Counter[str]:

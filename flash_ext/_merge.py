@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._count import counting, tally
+
 
 def merge_attention_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
@@ -32,6 +34,8 @@ def merge_attention_states(
     Source: the rescaling of partial softmax results in Milakov and Gimelshein 2018,
     https://arxiv.org/abs/1805.02867.
     """
+    if counting:
+        tally("merge_attention_states")
     _check_types(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     _check_shapes(out_a, lse_a, out_b, lse_b)
     share_a, share_b, lse = _shares(lse_a, lse_b)

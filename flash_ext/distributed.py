@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._attention import AuxOutput, attention
+from ._count import counting, tally
 from ._log import logged
 from ._masks.atoms import Documents
 from ._masks.value import for_one_call
@@ -145,6 +146,8 @@ def ring_attention(
         ValueError: shares that cannot be halved in zigzag order, and what :func:`flash_ext.attention`
             refuses.
     """
+    if counting:
+        tally("distributed.ring_attention")
     rank, world = _place(group)
     q, k, v = cast_as_autocast(q, k, v)  # here, so that the backward, outside of autocast, gets what was used
     asked = (None, None, scale, causal, window_size, deterministic, None)
@@ -392,6 +395,8 @@ def ulysses_attention(
     Raises:
         ValueError: heads that do not divide, and what :func:`flash_ext.attention` refuses.
     """
+    if counting:
+        tally("distributed.ulysses_attention")
     _, world = _place(group)
     h, h_k = q.shape[2], k.shape[2]
     if h % world or (h_k % world and world % h_k):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import attention, attention_varlen, masks
-from .._count import counting, tally
+from .._count import counting, tally, tally_fallback
 from .._log import logged
 from ..serving import is_batch_invariant
 from . import _fp8 as fp8
@@ -75,11 +75,14 @@ def register(name: str = NAME, quantize: Literal["fp8", "mixed"] | None = None) 
     from transformers import AttentionInterface, __version__
     from transformers.masking_utils import AttentionMaskInterface
 
+    functions: list[Callable[..., Any]] = [attention_forward, paged_attention_forward]
+    if quantize:
+        functions = [functools.partial(function, quantize=quantize) for function in functions]
+    forward, over_pages = functions
     for accepted in (name, NAME_IN_4) if __version__.startswith("4.") else (name,):
         AttentionMaskInterface.register(accepted, attention_mask)
-        forward = functools.partial(attention_forward, quantize=quantize) if quantize else attention_forward
         AttentionInterface.register(accepted, forward)
-        paged.register(accepted, paged_attention_forward)
+        paged.register(accepted, over_pages)
         hand_on_distances(accepted)
     return name
 
@@ -373,7 +376,7 @@ def attention_forward(
         TypeError: float32 on a GPU; the rest as :func:`flash_ext.attention`.
     """
     if counting:
-        tally("integrations.transformers")
+        tally(fp8.ENTRY)
     _refuse(kwargs)
     if kwargs.get("cache") is not None or kwargs.get("block_table") is not None:
         raise NotImplementedError(
@@ -443,6 +446,7 @@ def paged_attention_forward(
     position_bias: Tensor | None = None,
     cache: Any = None,
     cu_seq_lens_q: Tensor | None = None,
+    quantize: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The library's attention function for continuous batching, over its paged cache.
@@ -460,6 +464,7 @@ def paged_attention_forward(
         position_bias: None.
         cache: the library's ``PagedAttentionCache``, which takes the new keys and values.
         cu_seq_lens_q: (requests + 1,) bounds of the requests among the tokens.
+        quantize: of :func:`register`; the cache has the type of the model, and so has the call.
         kwargs: what the cache needs, and what else the library passes along.
 
     Returns:
@@ -472,7 +477,9 @@ def paged_attention_forward(
         TypeError: float32 on a GPU; the rest as :func:`flash_ext.attention_varlen`.
     """
     if counting:
-        tally("integrations.transformers")
+        tally(fp8.ENTRY)
+        if quantize is not None:
+            tally_fallback(fp8.ENTRY, "continuous batching has no fp8")
     _refuse(kwargs)
     if cache is None or cu_seq_lens_q is None:
         raise ValueError(

@@ -10,6 +10,7 @@ import torch
 import flash_ext
 from flash_ext import masks
 from flash_ext.compat import flash_attn
+from flash_ext.integrations import transformers as integration
 
 pytestmark = pytest.mark.everywhere
 
@@ -56,6 +57,60 @@ def test_entries_of_the_modules_are_counted():
         flash_ext.serving.flash_attn_with_kvcache(q, k, v, cache_seqlens=8)
         flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=8)
     assert c.calls == {"attention_fp8": 1, "append_kv": 1, "serving": 1, "compat.flash_attn": 1}
+
+
+def test_parts_and_processes_are_counted():
+    q, k, v = qkv(1, 8, 2, 16)
+    parts = [flash_ext.forward(q, k[:, keys], v[:, keys]) for keys in (slice(4), slice(4, 8))]
+    with flash_ext.count() as c:
+        flash_ext.merge_attention_states(*parts[0], *parts[1])
+        flash_ext.distributed.ring_attention(q, k, v)
+        flash_ext.distributed.ulysses_attention(q, k, v)
+    ring = c.calls.pop("forward")  # of each half of a share
+    assert ring >= 1
+    assert c.calls == {
+        "merge_attention_states": 1, "distributed.ring_attention": 1, "distributed.ulysses_attention": 1,
+        "attention": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "reason, given",
+    [
+        (None, {}),
+        ("the model has neither float16 nor bfloat16", {"dtype": torch.float32}),
+        ("mask is given", {"attention_mask": torch.ones(1, 1, 160, 160).tril() > 0}),
+        ("softcap is given", {"softcap": 2.0}),
+        ("window_size is given", {"sliding_window": 9}),
+        ("there are fewer than 128 queries or keys", {"rows": 127}),
+        ("a head size is no multiple of 16", {"head_dim": 24}),
+        ("a head size is above 256", {"head_dim": 272}),
+    ],
+)
+def test_a_layer_that_does_not_run_in_fp8_is_counted(reason: str | None, given: dict):
+    options = {"dtype": torch.bfloat16, "rows": 160, "head_dim": 32, "attention_mask": None} | given
+    dtype, rows, head_dim, mask = (
+        options.pop(name) for name in ("dtype", "rows", "head_dim", "attention_mask")
+    )
+    q, k, v = qkv(1, 2, rows, head_dim, dtype=dtype)
+    with flash_ext.count() as c:
+        layer = integration.attention_forward
+        layer(torch.nn.Module(), q, k, v, mask, is_causal=True, quantize="fp8", **options)
+    entry = "integrations.transformers"
+    assert c.fell_back == ({} if reason is None else {(entry, reason): 1})
+    assert c.calls["attention_fp8"] == (reason is None) and c.calls[entry] == 1
+    assert str(dict(c.fell_back)) in repr(c)
+
+
+def test_packed_layers_of_the_batch_invariant_mode_are_counted():
+    q, k, v = qkv(1, 2, 300, 32, dtype=torch.bfloat16)
+    bounds = torch.tensor([0, 140, 300], dtype=torch.int32)
+    options = {"is_causal": True, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    with flash_ext.serving.set_batch_invariant(True), flash_ext.count() as c:
+        for mode in (None, "fp8"):  # of which one asks for fp8
+            integration.attention_forward(torch.nn.Module(), q, k, v, None, quantize=mode, **options)
+    reason = "sequences are packed in the batch-invariant mode"
+    assert c.fell_back == {("integrations.transformers", reason): 1}
 
 
 def test_counts_nest_and_see_all_threads():

@@ -193,6 +193,18 @@ def test_batches_that_are_filled_up(shape: str, monkeypatch: pytest.MonkeyPatch)
     assert tokens_of(outputs) == expected
 
 
+def test_what_was_to_run_in_fp8_is_counted() -> None:
+    """The cache has the type of the model, and so have its calls."""
+    model = make("llama", "cpu")
+    expected = of_generate(model)
+    use(model, f"paged|{integration.register('fext_quantised', quantize='fp8')}")
+    with flash_ext.count() as counted:
+        outputs = of_generate_batch(model)
+    assert tokens_of(outputs) == expected
+    entry = "integrations.transformers"
+    assert counted.fell_back == {(entry, "continuous batching has no fp8"): counted.calls[entry]}
+
+
 @needs_checks
 def test_steps_of_one_token_read_pages_in_place() -> None:
     """Unless the configuration says no: then keys are copied, as they are where a layer has a window."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -210,8 +211,8 @@ def far(q: Tensor, k: Tensor, v: Tensor) -> None:
     k *= 3e4
 
 
-HEAD_DIMS_OF_DATA = [128, 192, 256]
-MODES_OF_DATA = [*((dim, "fp8") for dim in HEAD_DIMS_OF_DATA), (128, "mixed")]
+HEAD_DIMS_OF_DATA = [64, 96, 128, 192, 256]
+MODES_OF_DATA = [(dim, "fp8") for dim in HEAD_DIMS_OF_DATA] + [(dim, "mixed") for dim in (64, 96, 128)]
 
 DATA: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], None], float]] = {
     "outliers": (outliers, GATE),
@@ -238,9 +239,14 @@ def test_data(device: str, data: str, dim: int, mode: str) -> None:
     check_modelled(quantize_fp8(q, k, v, mode=mode), gate=max(gate, 0.004))
 
 
+# With clustered values the model (tests/fp8_kernel.py) was 0.0085 off at most, in 180 draws over these head
+# sizes and numbers of keys. The gate is 1.3 times that. One accumulator for 32768 keys would be 0.021 off.
+GATES_OF_LONG_SUMS = {"mean": 0.003, "clustered": 0.011}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
-@pytest.mark.parametrize("kind", ["mean", "clustered"])
+@pytest.mark.parametrize("kind", GATES_OF_LONG_SUMS)
 @pytest.mark.parametrize("keys", [8192, 32768, 131072])
 @pytest.mark.parametrize("dim", HEAD_DIMS_OF_DATA)
 def test_long_sums(kind: str, keys: int, dim: int) -> None:
@@ -253,19 +259,33 @@ def test_long_sums(kind: str, keys: int, dim: int) -> None:
     a, b, c = x.dequantize(torch.float64)
     want = torch.softmax(a[0, :, 0] @ b[0, :, 0].T / dim**0.5, -1) @ c[0, :, 0]
     error = (out[0, :, 0] - want).norm() / want.norm()
-    assert error <= (0.003 if kind == "mean" else 0.03)
+    assert error <= GATES_OF_LONG_SUMS[kind]
 
 
 # ---- exact ----------------------------------------------------------------------------------------------
 
 
+KEYS_OF_CONSTANTS = 2500  # more than two accumulators take
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", ["fp8", "mixed"])
-def test_constant_values_come_out_as_they_are(device: str, mode: str) -> None:
-    q, k, v = make(100, 500, device=device)
-    v[:] = torch.randn(2, 1, 2, 64, device=device)
+@pytest.mark.parametrize(("dim", "dim_v", "mode"), HEAD_SIZES)
+def test_constant_values_come_out_as_they_are(device: str, dim: int, dim_v: int, mode: str) -> None:
+    q, k, v = make(100, KEYS_OF_CONSTANTS, dim=dim, dim_v=dim_v, device=device)
+    v[:] = torch.randn(2, 1, 2, dim_v, device=device)
     out = attention_fp8(quantize_fp8(q, k, v, mode=mode))
     assert torch.equal(out, v[:, :1].repeat_interleave(2, 2).expand_as(out))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dim", "dim_v", "mode"), HEAD_SIZES)
+def test_constant_values_with_their_mean(device: str, dim: int, dim_v: int, mode: str) -> None:
+    """Every channel has the same sums. Those of a GPU are short by 0.020 (tests/fp8_kernel.py), and would be
+    by 0.059 with one accumulator for all keys."""
+    q, k, v = make(100, KEYS_OF_CONSTANTS, dim=dim, dim_v=dim_v, device=device)
+    out = attention_fp8(quantize_fp8(q, k, v.fill_(1), mode=mode, smooth_v=False)).float()
+    assert torch.equal(out, out[..., :1].expand_as(out))
+    assert (out - 1).abs().max() <= 0.03
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -336,10 +356,30 @@ def test_quantisation_is_that_of_the_cpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
-def test_runs_repeat_bit_for_bit() -> None:
-    x = quantize_fp8(*make(512, 2000, 16, 4, 128, device="cuda"))
+@pytest.mark.parametrize(
+    ("dim", "mode", "runs"), [(128, "fp8", 1000), (256, "fp8", 300), (128, "mixed", 300)]
+)
+def test_runs_repeat_bit_for_bit(dim: int, mode: str, runs: int) -> None:
+    x = quantize_fp8(*make(512, 2000, 16, 4, dim, device="cuda"), mode=mode)
     first = attention_fp8(x, causal=True)
-    assert all(torch.equal(attention_fp8(x, causal=True), first) for _ in range(1000))
+    assert all(torch.equal(attention_fp8(x, causal=True), first) for _ in range(runs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", QUANTISATIONS, ids=str)
+def test_quantisation_repeats_bit_for_bit(how: dict) -> None:
+    """On any GPU, whichever of the blocks that sum a head's rows comes last."""
+    tensors = make(512, 2000, 16, 4, 128, device="cuda")
+
+    def quantised() -> dict[str, Tensor]:
+        x = quantize_fp8(*tensors, **how)
+        found = {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.init}
+        return {name: t.view(torch.uint8) for name, t in found.items() if isinstance(t, Tensor)}
+
+    first = quantised()
+    for _ in range(50):
+        for name, t in quantised().items():
+            assert torch.equal(t, first[name]), name
 
 
 @pytest.mark.gpu

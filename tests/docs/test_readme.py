@@ -78,6 +78,12 @@ def test_it_names_all_that_the_package_shows():
     assert len(text.splitlines()) <= 180
 
 
+def test_uv_is_given_what_the_build_needs():
+    text = text_of(README.parent / "pyproject.toml")
+    setuptools, ninja = re.findall(r'^requires = \["(setuptools[^"]+)", "(\w+)>', text, re.M)[0]
+    assert f'`uv pip install "{setuptools}" {ninja}`' in text_of(README)
+
+
 def test_make_demo_says_the_times_of_the_readme():
     times = {row[0]: row[-1] for row in rows(section(README, "Install"))}
     done = subprocess.run(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import json
 import operator
 import re
 import sys
@@ -23,6 +24,7 @@ import pytest
 import torch
 
 import flash_ext
+from bench.record import stored_text
 from flash_ext._ops.library import _C
 from tests.sources import ROOT
 from tests.tile_tables import tile_tables, with_tile_tables
@@ -265,6 +267,17 @@ def test_pauses_are_those_of_the_stored_run() -> None:
     date, gpu, commit = re.fullmatch(r"(.{10})-(\w+)-(\w+)", path.parent.name).groups()
     said = f"{found[2]}: {found[1]} ({gpu.upper()}, {commit}, {date})"
     assert said in " ".join(text_of(ROOT / "docs" / "testing.md").split())
+
+
+def test_planted_bugs_are_those_of_the_stored_run() -> None:
+    path = max((ROOT / "bench" / "results").glob("*/kill-matrix.json.gz"))
+    outcomes = json.loads(stored_text(path))
+    alive = [outcome["number"] for outcome in outcomes if outcome["status"] != "killed"]
+    date, gpu, commit = re.fullmatch(r"(.{10})-(\w+)-(\w+)", path.parent.name).groups()
+    noticed = f"{len(outcomes) - len(alive)} of {len(outcomes)} were noticed ({commit}, {date})"
+    text = " ".join(text_of(ROOT / "docs" / "testing.md").split())
+    assert f"On an {gpu.upper()} {noticed}" in text
+    assert [int(number) for number in re.findall(r"Bug (\d+)", text)] == alive
 
 
 def test_memory_formula(pretend) -> None:

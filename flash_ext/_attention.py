@@ -22,6 +22,7 @@ from ._count import counting, tally
 from ._masks.biases import Bias
 from ._masks.value import Mask
 from ._ops.arguments import Asked
+from ._ops.calls import run_kept_fwd
 from ._ops.dispatch import check_bounds, from_heads_first, run_fwd, run_modified_fwd
 from ._ops.dispatch_cached import run_cached
 from ._ops.words import refuse_unknown
@@ -213,6 +214,13 @@ def attention(
             want_lse=False,
         )[0]  # fmt: skip
         return out if layout == "bshd" else out.transpose(1, 2)
+    if generator is None and return_aux is None:
+        kept = run_kept_fwd(
+            q, k, v, None, None, None, None, scale, causal, window_size, deterministic, backend, mask, bias,
+            sinks, softcap, dropout_p,
+        )  # fmt: skip
+        if kept is not None:
+            return kept if layout == "bshd" else kept.transpose(1, 2)
     options = (None, None, scale, causal, window_size, deterministic, backend)
     asked = Asked(mask, bias, sinks, softcap, dropout_p)
     out, aux = _with_aux(q, k, v, None, None, options, asked, generator, return_aux)
@@ -361,6 +369,13 @@ def attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window_size,
             deterministic, backend, want_lse=False,
         )[0]  # fmt: skip
+    if generator is None and return_aux is None:
+        kept = run_kept_fwd(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window_size,
+            deterministic, backend, mask, bias, sinks, softcap, dropout_p,
+        )  # fmt: skip
+        if kept is not None:
+            return kept
     options = (max_seqlen_q, max_seqlen_k, scale, causal, window_size, deterministic, backend)
     asked = Asked(mask, bias, sinks, softcap, dropout_p)
     out, aux = _with_aux(q, k, v, cu_seqlens_q, cu_seqlens_k, options, asked, generator, return_aux)

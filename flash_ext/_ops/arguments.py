@@ -184,6 +184,11 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
+def bound(max_seqlen: Any) -> Any:
+    """A bound on lengths, 0 if unknown; one in a tensor is not read: that would wait for the device."""
+    return 0 if max_seqlen is None or isinstance(max_seqlen, Tensor) else max_seqlen
+
+
 def checked_dropout_p(dropout_p: Any) -> float:
     p = _number("dropout_p", dropout_p)
     if not 0.0 <= p <= 1.0:

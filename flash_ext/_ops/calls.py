@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from .._masks.biases import Bias, DenseBias, terms_of
 from .._masks.value import Mask, Value, is_capturing
-from .arguments import Asked
+from .arguments import Asked, bound
 from .library import _C
 from .library_mod import modifier_arguments
 from .modifiers import Modifiers
@@ -30,21 +30,57 @@ MOST_CALLS = 64
 _NUMBERS = (float, int)
 
 
-def kept_call(asked: Asked, options: tuple[Any, ...]) -> _C.PreparedCall | None:
+def kept_call(
+    mask: Any, bias: Any, softcap: Any, dropout_p: Any, scale: Any, causal: Any, window: Any
+) -> _C.PreparedCall | None:
     """The call that a mask or bias keeps for these options."""
-    if _is_compiling() or _in_functorch():
+    holder = bias if mask is None else mask
+    if holder is None or _is_compiling() or _in_functorch():
         return None
-    mask, bias, _, softcap, dropout_p = asked
     try:
-        holder: Any = bias if mask is None else mask
-        partner, call = holder._calls[0 if mask is None else id(bias), options[3], options[4]]
+        partner, call = holder._calls[0 if mask is None else id(bias), causal, window]
     except (AttributeError, KeyError, TypeError):
         return None
     if mask is not None and partner is not bias:
         return None
-    scale = options[2]
     is_plain = type(softcap) in _NUMBERS and type(dropout_p) in _NUMBERS
     return call if is_plain and (scale is None or type(scale) in _NUMBERS) else None
+
+
+def run_kept_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    scale: Any,
+    causal: Any,
+    window: Any,
+    deterministic: bool | None,
+    backend: str | None,
+    mask: Any,
+    bias: Any,
+    sinks: Any,
+    softcap: Any,
+    dropout_p: Any,
+) -> Tensor | None:
+    """out of the call that a mask or bias keeps; None where there is none, or more to do than this.
+
+    It is the shortest way, for layers of a model: they share a mask, and want out alone.
+    """
+    kept = kept_call(mask, bias, softcap, dropout_p, scale, causal, window)
+    if kept is None or dropout_p != 0:
+        return None
+    try:
+        found = kept.fwd(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, bound(max_seqlen_q), bound(max_seqlen_k), scale, sinks,
+            softcap, 0.0, None, False, deterministic, backend, False,
+        )  # fmt: skip
+    except (TypeError, ValueError, NotImplementedError):
+        return None  # the longer way refuses it in the caller's words
+    return None if found is None else found[0]
 
 
 def keep_call(

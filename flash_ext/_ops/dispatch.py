@@ -18,6 +18,7 @@ from .._masks.value import Value
 from .arguments import (
     Asked,
     bias_value,
+    bound,
     check_generator,
     checked_dropout_p,
     checked_rng,
@@ -75,7 +76,7 @@ def run_fwd(
         )
         return result
     if max_seqlen_q is not None or max_seqlen_k is not None:
-        max_seqlen_q, max_seqlen_k = _bound(max_seqlen_q), _bound(max_seqlen_k)
+        max_seqlen_q, max_seqlen_k = bound(max_seqlen_q), bound(max_seqlen_k)
     try:
         if _in_functorch():
             options = (max_seqlen_q, max_seqlen_k, scale, causal, window, deterministic, backend)
@@ -120,7 +121,7 @@ def run_bwd(
     try:
         max_seqlen_q, max_seqlen_k, scale, causal, (left, right), deterministic, backend = options
         return _C.bwd(
-            *tensors, _bound(max_seqlen_q), _bound(max_seqlen_k), scale, causal, left, right,
+            *tensors, bound(max_seqlen_q), bound(max_seqlen_k), scale, causal, left, right,
             deterministic, backend,
         )  # fmt: skip
     except (TypeError, ValueError, NotImplementedError):
@@ -244,13 +245,13 @@ def run_modified_fwd(
         out_dtype: that of out, None for the dtype of q.
     """
     if out_dtype is None:
-        kept = kept_call(asked, options)
+        kept = kept_call(asked.mask, asked.bias, asked.softcap, asked.dropout_p, *options[2:5])
         if kept is not None:
             if draws and asked.dropout_p > 0:
                 rng, draws = dropout_rng(q.device, generator), False
             try:
                 found = kept.fwd(
-                    q, k, v, cu_seqlens_q, cu_seqlens_k, _bound(options[0]), _bound(options[1]), options[2],
+                    q, k, v, cu_seqlens_q, cu_seqlens_k, bound(options[0]), bound(options[1]), options[2],
                     asked.sinks, asked.softcap, asked.dropout_p, rng, want_row_max, options[5], options[6],
                     want_lse,
                 )  # fmt: skip
@@ -311,12 +312,12 @@ def run_modified_bwd(
 ) -> tuple[Tensor, ...]:
     """The gradients named in ``needs``, in its order; those of q, k and v in ``grad_dtype``."""
     if grad_dtype is None and needs == GRADIENTS[:3]:
-        kept = kept_call(asked, options)
+        kept = kept_call(asked.mask, asked.bias, asked.softcap, asked.dropout_p, *options[2:5])
         if kept is not None:
             try:
                 qkv = kept.bwd(
-                    dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, _bound(options[0]),
-                    _bound(options[1]), options[2], asked.sinks, asked.softcap, asked.dropout_p, rng,
+                    dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, bound(options[0]),
+                    bound(options[1]), options[2], asked.sinks, asked.softcap, asked.dropout_p, rng,
                     options[5], options[6],
                 )  # fmt: skip
             except (TypeError, ValueError, NotImplementedError):
@@ -444,13 +445,8 @@ def operator_options(
         scale = default_scale(q.shape[-1])
     if causal and right >= -1:
         right = 0
-    bounds = _bound(max_seqlen_q), _bound(max_seqlen_k)
+    bounds = bound(max_seqlen_q), bound(max_seqlen_k)
     return *bounds, scale, left, right, bool(deterministic), backend
-
-
-def _bound(max_seqlen: Any) -> Any:
-    """A bound on lengths, 0 if unknown; one in a tensor is not read: that would wait for the device."""
-    return 0 if max_seqlen is None or isinstance(max_seqlen, Tensor) else max_seqlen
 
 
 def refuse_tensor_scale() -> None:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_ext
-from flash_ext import masks
+from flash_ext import _attention, masks
 from flash_ext._ops import calls
 from tests.masks.test_prepared_masks import every_kind, some
 
@@ -154,6 +154,44 @@ def test_kept_calls_refuse_in_the_same_words(change: dict):
             flash_ext.attention(**{"q": q, "k": k, "v": k, "mask": mask} | change)
         said.append(str(refusal.value))
     assert said[0] == said[1]
+
+
+def test_layers_take_the_short_way(monkeypatch: pytest.MonkeyPatch):
+    """Out alone under a value that keeps its call; all else takes the longer way, to the same results."""
+    q, k = (t.requires_grad_() for t in some())
+    cu = torch.tensor([0, q.shape[1]], dtype=torch.int32)
+    mask, bias = every_kind()["documents"], masks.ALiBi(torch.rand(2))
+
+    def dense(**more):
+        return flash_ext.attention(q, k, k, **more)
+
+    def packed(**more):
+        return flash_ext.attention_varlen(q[0], k[0], k[0], cu, cu, **more)
+
+    def heads_first(**more):
+        return flash_ext.attention(*(t.transpose(1, 2) for t in (q, k, k)), layout="bhsd", **more)
+
+    longer = []
+    original = _attention.run_modified_fwd
+    monkeypatch.setattr(_attention, "run_modified_fwd", lambda *a, **b: longer.append(b) or original(*a, **b))
+    for call in (dense, packed, heads_first):
+        value = {"bias": bias} if call is packed else {"mask": mask}
+        out = call(**value)
+        longer.clear()
+        for options in ({}, {"dropout_p": 0.0}, {"softcap": 9.0}, {"sinks": torch.zeros(2)}):
+            got = call(**value, **options)
+            assert not longer, options
+            wanted, _ = call(**value, **options, return_aux=flash_ext.AuxRequest())
+            assert longer, options
+            longer.clear()
+            assert torch.equal(got, wanted)
+            grads = [torch.autograd.grad(t.sin().sum(), (q, k)) for t in (got, wanted)]
+            assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+        assert torch.equal(call(**value), out)
+        for options in ({"dropout_p": 0.1}, {"generator": torch.Generator()}):
+            call(**value, **options)
+            assert longer, options
+            longer.clear()
 
 
 def test_a_kept_call_of_another_bias_is_not_taken():

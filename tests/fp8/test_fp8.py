@@ -104,8 +104,6 @@ def check_against(
     return out
 
 
-# ---- against the oracle ----------------------------------------------------------------------------------
-
 MASKS = [
     {},
     {"causal": True},
@@ -129,6 +127,40 @@ QUANTISATIONS = [
     {"hadamard": True},
     {"mode": "mixed"},
 ]
+
+
+# ---- constant values -------------------------------------------------------------------------------------
+
+KEYS_OF_CONSTANTS = 2500  # more than two accumulators take
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dim", "dim_v", "mode"), HEAD_SIZES)
+def test_constant_values_come_out_as_they_are(device: str, dim: int, dim_v: int, mode: str) -> None:
+    q, k, v = make(100, KEYS_OF_CONSTANTS, dim=dim, dim_v=dim_v, device=device)
+    v[:] = torch.randn(2, 1, 2, dim_v, device=device)
+    out = attention_fp8(quantize_fp8(q, k, v, mode=mode))
+    assert torch.equal(out, v[:, :1].repeat_interleave(2, 2).expand_as(out))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("growth", "gate"), [(1, 0.03), (4, 0.06)])
+@pytest.mark.parametrize(("dim", "dim_v", "mode"), HEAD_SIZES)
+def test_constant_values_with_their_mean(
+    device: str, growth: int, gate: float, dim: int, dim_v: int, mode: str
+) -> None:
+    """Every channel has the same sums. Those of the model (tests/fp8_kernel.py) are off by 0.020 at most, and
+    by 0.047 where keys grow towards the first one, which comes last. One accumulator for all keys would be off
+    by 0.059, and a second one that kept its scale as maxima rise by more than 1.
+    """
+    q, k, v = make(100, KEYS_OF_CONSTANTS, dim=dim, dim_v=dim_v, device=device)
+    k *= torch.linspace(growth, 1, KEYS_OF_CONSTANTS, device=device)[:, None, None]
+    out = attention_fp8(quantize_fp8(q, k, v.fill_(1), mode=mode, smooth_v=False)).float()
+    assert torch.equal(out, out[..., :1].expand_as(out))
+    assert (out - 1).abs().max() <= gate
+
+
+# ---- against the oracle ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -263,29 +295,6 @@ def test_long_sums(kind: str, keys: int, dim: int) -> None:
 
 
 # ---- exact ----------------------------------------------------------------------------------------------
-
-
-KEYS_OF_CONSTANTS = 2500  # more than two accumulators take
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dim", "dim_v", "mode"), HEAD_SIZES)
-def test_constant_values_come_out_as_they_are(device: str, dim: int, dim_v: int, mode: str) -> None:
-    q, k, v = make(100, KEYS_OF_CONSTANTS, dim=dim, dim_v=dim_v, device=device)
-    v[:] = torch.randn(2, 1, 2, dim_v, device=device)
-    out = attention_fp8(quantize_fp8(q, k, v, mode=mode))
-    assert torch.equal(out, v[:, :1].repeat_interleave(2, 2).expand_as(out))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dim", "dim_v", "mode"), HEAD_SIZES)
-def test_constant_values_with_their_mean(device: str, dim: int, dim_v: int, mode: str) -> None:
-    """Every channel has the same sums. Those of a GPU are short by 0.020 (tests/fp8_kernel.py), and would be
-    by 0.059 with one accumulator for all keys."""
-    q, k, v = make(100, KEYS_OF_CONSTANTS, dim=dim, dim_v=dim_v, device=device)
-    out = attention_fp8(quantize_fp8(q, k, v.fill_(1), mode=mode, smooth_v=False)).float()
-    assert torch.equal(out, out[..., :1].expand_as(out))
-    assert (out - 1).abs().max() <= 0.03
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -150,8 +150,8 @@ def test_constant_values_with_their_mean(
     device: str, growth: int, gate: float, dim: int, dim_v: int, mode: str
 ) -> None:
     """Every channel has the same sums. Those of the model (tests/fp8_kernel.py) are off by 0.020 at most, and
-    by 0.047 where keys grow towards the first one, which comes last. One accumulator for all keys would be off
-    by 0.059, and a second one that kept its scale as maxima rise by more than 1.
+    by 0.047 where keys grow towards the first one, which comes last. One accumulator for all keys would be
+    off by 0.059, and a second one that kept its scale as maxima rise by more than 1.
     """
     q, k, v = make(100, KEYS_OF_CONSTANTS, dim=dim, dim_v=dim_v, device=device)
     k *= torch.linspace(growth, 1, KEYS_OF_CONSTANTS, device=device)[:, None, None]

@@ -11,15 +11,18 @@ effect on this GPU.
     python -m tests.tools.mutants --part 1/2          the first, third, fifth, ... of them; then --part 2/2
     python -m tests.tools.mutants --only 301 701 --jobs 2
     python -m tests.tools.mutants --build-only        then --run-only: the two halves in separate commands
+    python -m tests.tools.mutants --gpus 0 1 --tests-per-gpu 2
 
-Results are added to build/mutants/matrix.json after each mutant, and printed as a table at the end; --json
-writes them to another file, too. Exit status: 0 all of them killed, 1 some not.
+Mutants are built while others are tested, which they are once a GPU has room. Results are added to
+build/mutants/matrix.json after each, and printed as a table at the end; --json writes them to another file,
+too. Exit status: 0 all of them killed, 1 some not.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
@@ -27,7 +30,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,12 +40,14 @@ from tests.tools.planted import CONTROL, MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "mutants"
-COPIED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "flash_ext", "tests")
+COPIED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "flash_ext", "bench", "tests")
 RUN_SECONDS = 60  # for all tests of one mutant, the start of Python included
 CONTROL_SECONDS = 150  # for the tests that noticed something, on the unchanged kernels
+TESTED_IN = ("attention", "kernels", "serving", "fp8")  # folders of tests/
 # Quickest to notice most bugs first; files of tests that are not named come last.
 FIRST_FILES = ("masks", "varlen", "values", "layout", "lists", "races", "autograd", "modifiers", "bias",
-               "dropout", "blocks", "system", "sizes")  # fmt: skip
+               "dropout", "blocks", "system", "sizes", "split", "paged_gpu", "packed_quantized_gpu",
+               "fp8")  # fmt: skip
 
 
 @dataclass
@@ -96,24 +103,61 @@ def arch_of_this_gpu() -> str:
     return f"{major}.{minor}" + ("a" if major == 9 else "")
 
 
+class Gpus:
+    """GPUs by their ids, each with room for so many test processes at a time."""
+
+    def __init__(self, ids: list[str], processes: int) -> None:
+        self.count = len(ids)
+        self._room = dict.fromkeys(ids, processes)
+        self._changed = threading.Condition()
+
+    def _with_room(self) -> list[str]:
+        """The idlest first."""
+        return sorted((gpu for gpu, room in self._room.items() if room), key=lambda gpu: -self._room[gpu])
+
+    @contextlib.contextmanager
+    def take(self, count: int) -> Iterator[dict[str, str]]:
+        """Waits for room on so many of them; yields the environment of a process that sees these alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._with_room()) >= count)
+            taken = self._with_room()[:count]
+            for gpu in taken:
+                self._room[gpu] -= 1
+        try:
+            yield {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(taken)}
+        finally:
+            with self._changed:
+                for gpu in taken:
+                    self._room[gpu] += 1
+                self._changed.notify_all()
+
+
+def visible_gpus() -> list[str]:
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
 def files_of_tests(first: str = "") -> list[str]:
     """All files with tests of kernels, in the order in which they run."""
-    names = [path.stem.removeprefix("test_") for path in (ROOT / "tests" / "attention").glob("test_*.py")]
-    order = [first, *FIRST_FILES, *sorted(set(names) - {"fuzz"}), "fuzz"]
-    names.sort(key=order.index)
-    return [f"tests/attention/test_{name}.py" for name in names]
+    paths = [path for folder in TESTED_IN for path in (ROOT / "tests" / folder).glob("test_*.py")]
+    named = {path.stem.removeprefix("test_"): str(path.relative_to(ROOT)) for path in paths}
+    order = [first, *FIRST_FILES, *sorted(set(named) - {"fuzz"}), "fuzz"]
+    return [named[name] for name in sorted(named, key=order.index)]
 
 
-def _pytest(mutant: Mutant, arguments: list[str], seed: int, seconds: float) -> tuple[int | None, str]:
+def _pytest(
+    mutant: Mutant, arguments: list[str], seed: int, seconds: float, environment: dict[str, str]
+) -> tuple[int | None, str]:
     """Exit status, None if time was up, and output of GPU tests in the mutant's folder."""
     folder = folder_of(mutant)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider"]
     command += ["--seed", str(seed), *arguments]
     with (folder / "pytest.log").open("w") as log:
         # A session of its own, so that the end of time ends children of the tests as well.
-        child = subprocess.Popen(
-            command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        child = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT,
+                                 start_new_session=True)  # fmt: skip
         try:
             code = child.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -123,17 +167,17 @@ def _pytest(mutant: Mutant, arguments: list[str], seed: int, seconds: float) -> 
     return code, (folder / "pytest.log").read_text(encoding="utf-8", errors="replace")
 
 
-def run(mutant: Mutant, seed: int) -> Outcome:
+def run(mutant: Mutant, seed: int, environment: dict[str, str]) -> Outcome:
     """Runs the tests against a built mutant until the first failure."""
     check = "from flash_ext._ops.library import _C; print(_C.build_info['variant'])"
-    found = subprocess.run(
-        [sys.executable, "-c", check], cwd=folder_of(mutant), capture_output=True, text=True, check=False
-    )
+    found = subprocess.run([sys.executable, "-c", check], cwd=folder_of(mutant), env=environment,
+                           capture_output=True, text=True, check=False)  # fmt: skip
     if found.stdout.strip() != f"mutant{mutant.number}":
         note = f"the build is {found.stdout.strip()!r} {found.stderr[-300:]}"
         return Outcome(mutant.number, "not run", note=note)
     started = time.monotonic()
-    code, output = _pytest(mutant, ["-x", *files_of_tests(mutant.first)], seed, RUN_SECONDS)
+    tests = ["-x", *files_of_tests(mutant.first)]
+    code, output = _pytest(mutant, tests, seed, RUN_SECONDS, environment)
     return verdict(mutant.number, code, output, time.monotonic() - started)
 
 
@@ -155,12 +199,31 @@ def verdict(number: int, code: int | None, output: str, seconds: float) -> Outco
     return Outcome(number, "not run", last, output[-300:], seconds)
 
 
-def hold_against_control(outcomes: list[Outcome], seed: int) -> None:
+def build_and_run(
+    mutant: Mutant, builders: threading.Semaphore, gpus: Gpus, options: argparse.Namespace
+) -> Outcome | None:
+    """What becomes of a mutant, which waits for its turn to be built, then for a GPU; None: it is built."""
+    if not options.run_only:
+        # While some mutants are tested the next ones are built, with two cores left to each test process.
+        cores = len(os.sched_getaffinity(0)) - 2 * gpus.count * options.tests_per_gpu
+        with builders:
+            problem = build(mutant, max(1, cores // options.jobs))
+        if problem:
+            print(problem, flush=True)
+            return Outcome(mutant.number, "not built", note=problem[-200:])
+    if options.build_only or mutant is CONTROL:
+        return None
+    with gpus.take(mutant.needs_gpus) as environment:
+        return run(mutant, options.seed, environment)
+
+
+def hold_against_control(outcomes: list[Outcome], seed: int, environment: dict[str, str]) -> None:
     """Runs every test that killed a mutant on the unchanged kernels; one that fails there proves nothing."""
     kills = sorted((o for o in outcomes if o.status == "killed"), key=lambda o: o.seconds)
     if not kills:
         return
-    _, output = _pytest(CONTROL, list(dict.fromkeys(o.test for o in kills)), seed, CONTROL_SECONDS)
+    tests = list(dict.fromkeys(o.test for o in kills))
+    _, output = _pytest(CONTROL, tests, seed, CONTROL_SECONDS, environment)
     passed = dict(re.findall(r"^(tests/\S+::\S+) (PASSED|FAILED|ERROR)", output, re.M))
     for outcome in kills:
         result = passed.get(outcome.test)
@@ -188,7 +251,7 @@ def matrix(known: dict[int, Outcome]) -> str:
     lines = ["| n | mutant | planted bug | outcome | test | s |", "|---|---|---|---|---|---|"]
     for mutant in MUTANTS:
         o = known.get(mutant.number, Outcome(mutant.number, "not run"))
-        words = " ".join(f"{o.test.removeprefix('tests/attention/test_')} {o.note}".replace("|", "/").split())
+        words = " ".join(f"{o.test.removeprefix('tests/')} {o.note}".replace("|", "/").split())
         lines.append(
             f"| {mutant.number} | {mutant.name} | {mutant.bug} | {o.status} | {words} | {o.seconds:.0f} |"
         )
@@ -215,6 +278,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="builds at a time")
     parser.add_argument("--build-only", action="store_true")
     parser.add_argument("--run-only", action="store_true", help="take what was built before")
+    parser.add_argument("--gpus", nargs="+", metavar="ID", help="GPUs to test on; default: all that are here")
+    parser.add_argument("--tests-per-gpu", type=int, default=1, help="test processes at a time on each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the matrix to this file, too")
     options = parser.parse_args()
@@ -224,34 +289,23 @@ def main() -> int:
             print(f"{m.number:5d}  {m.name}: {m.bug}\n       {', '.join(m.patched())}")
         return 0
 
-    import torch
-
-    gpus = torch.cuda.device_count()
-    runnable = [m for m in chosen if options.build_only or gpus >= m.needs_gpus]
+    gpus = Gpus(options.gpus or visible_gpus(), options.tests_per_gpu)
+    runnable = [m for m in chosen if options.build_only or gpus.count >= m.needs_gpus]
     outcomes = [
         Outcome(m.number, "not run", note=f"needs {m.needs_gpus} GPUs") for m in chosen if m not in runnable
     ]
     record(outcomes, options.json)
-    # While one mutant is tested the next ones are built, with two cores left to the tests.
-    compilers = max(1, (len(os.sched_getaffinity(0)) - 2) // options.jobs)
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        builds = [
-            (mutant, None if options.run_only else pool.submit(build, mutant, compilers))
-            for mutant in [*runnable, *([CONTROL] if runnable else [])]
-        ]
-        for mutant, building in builds:
-            problem = building.result() if building else ""
-            if problem:
-                print(f"{mutant.number}: not built\n{problem}", flush=True)
-                outcomes.append(Outcome(mutant.number, "not built", note=problem[-200:]))
-            elif mutant is not CONTROL and not options.build_only:
-                outcomes.append(run(mutant, options.seed))
-                print(f"{mutant.number}: {outcomes[-1]}", flush=True)
-            else:
-                print(f"{mutant.number}: built", flush=True)
+    todo, builders = [*runnable, *([CONTROL] if runnable else [])], threading.Semaphore(options.jobs)
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(todo))) as pool:
+        turns = {pool.submit(build_and_run, mutant, builders, gpus, options): mutant for mutant in todo}
+        for turn in concurrent.futures.as_completed(turns):
+            outcome = turn.result()
+            print(f"{turns[turn].number}: {outcome or 'built'}", flush=True)
+            outcomes += [outcome] if outcome else []
             record(outcomes, options.json)
     if not options.build_only and runnable:
-        hold_against_control(outcomes, options.seed)
+        with gpus.take(gpus.count) as environment:
+            hold_against_control(outcomes, options.seed, environment)
     known = record(outcomes, options.json)
     print(matrix(known))
     return int(any(outcome.status != "killed" for outcome in outcomes))

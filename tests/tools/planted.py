@@ -1,9 +1,9 @@
 """The planted bugs of the kill matrix: what each changes in the sources. mutants.py builds and runs them.
 
-Of the catalogue's 24: M12, M13, M21 and M22 are bugs in split-KV, paging, fp8 and launch caches, none of
-which exists here; M17, a dropout offset that does not advance, in what PyTorch's generator does. M15 is
-planted in the waiting for turns: words that nobody sets would be waited for without an end. What is planted
-in ``common/`` is in the kernels of both paths, as far as they share it; what is in those of Hopper says so.
+Of the catalogue's 24 two are not here: M17, a dropout offset that does not advance, is in what PyTorch's
+generator does, and M22, a launch cache that does not look at the call, would be in csrc/api/. M15 is planted
+in the waiting for turns: words that nobody sets would be waited for without an end. What is planted in
+``common/`` is in the kernels of both paths, as far as they share it; what is in those of Hopper says so.
 """
 
 from __future__ import annotations
@@ -248,4 +248,41 @@ MUTANTS = (
              "work.w.h % p.num_heads_k;"),), "layout"),
     Mutant(2502, "gradient of lse dropped (Hopper)", "dlse is not subtracted from rowsum(dO * O)", (
         Edit("sm90/bwd/passes.cuh", "= dlse[i] - sum;", "= -sum;"),), "autograd"),
+    Mutant(1201, "M12 parts of the keys added up as they are",
+           "a part's output keeps the scale of its own maximum", (
+        Edit("sm80/split_kv/merge.cuh", "const float factor = s.factor(all.largest, scale);",
+             "const float factor = 1.f;"),), "split"),
+    Mutant(1202, "M12 last keys in no part",
+           "blocks of keys that are left over where they do not divide into the parts are left out", (
+        Edit("sm80/split_kv/kernel.cuh", "each = (blocks + parts - 1) / parts",
+             "each = max(blocks / parts, 1)"),), "split"),
+    Mutant(1203, "M12 rows of parts numbered by key heads",
+           "query heads of a key head leave their parts in one another's places", (
+        Edit("sm80/split_kv/rows.cuh", "row) * p.num_heads + h;", "row) * p.num_heads_k + h;"),), "split"),
+    Mutant(1301, "M13 size of a page taken for a power of two",
+           "the place of a key in its page is cut out of its bits", (
+        Edit("common/kv_rows.cuh", "row - divide(row, c.page_size) * c.page_size.divisor;",
+             "row & (c.page_size.divisor - 1);"),), "paged_gpu"),
+    Mutant(1302, "M13 page of another key (Hopper)",
+           "of rows that lanes copy, all of a tile but the first have the pages of the first 32", (
+        Edit("sm90/fwd_cached/copies.cuh", "entry(keys, c, first - kRows + 32 * held);",
+             "entry(keys, c, first - kRows);"),), "paged_gpu"),
+    Mutant(1303, "M13 slots behind the last key read (Hopper)",
+           "a piece that has a key is copied whole, whatever the slots behind it hold", (
+        Edit("sm90/fwd_cached/pieces.cuh", "there = min(max(keys.length - first, 0), rows);",
+             "there = first < keys.length ? rows : 0;"),), "paged_gpu"),
+    Mutant(1304, "factor of another slot (Hopper)",
+           "bytes of the cache are multiplied by the factors of the first slots of their tile", (
+        Edit("sm90/fwd_cached/convert.cuh", "copies.factors(raw_ring.stage) + place.row * 4;",
+             "copies.factors(raw_ring.stage);"),), "packed_quantized_gpu"),
+    Mutant(2101, "M21 one accumulator of fp8 products",
+           "sums over all keys stay in the 14 bits of the tensor cores", (
+        Edit("sm90/fwd_fp8/numbers.cuh", "kKeysOfAccumulator = 1024;",
+             "kKeysOfAccumulator = 1 << 30;"),), "fp8"),
+    Mutant(2102, "M21 sums in float32 not rescaled",
+           "the second accumulator keeps its scale in half of the rows when maxima rise", (
+        Edit("sm90/fwd_fp8/totals.cuh", "factor[1] *= by[1];", ""),), "fp8"),
+    Mutant(2103, "M21 columns of V of another sequence",
+           "packed sequences read V 16 columns too early for each sequence before them", (
+        Edit("sm90/fwd_fp8/produce.cuh", "/ kKeyGroup) + w.b;", "/ kKeyGroup);"),), "fp8"),
 )  # fmt: skip

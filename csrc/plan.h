@@ -139,6 +139,7 @@ enum class ScoreVariant : uint8_t {
   kBias,
   kLooseBias,
   kFloatBias,
+  kWords,
   kAdd,
   kAddFloat,
   kAddDrop,

@@ -31,6 +31,10 @@ void put_fused(const char* scores, int d, int block_n, const sm90::BwdTile& t, i
               t.groups == 1 ? "one" : t.independent ? "independent" : "cooperative", t.stages, ds_stages,
               t.staged ? "yes" : "no", bytes);
 }
+void put_modified(int d, const sm90::FwdModTile& t, const char* beside) {
+  std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d|%d\n", d, t.plain().block_m(), t.block_n, t.kv_stages,
+              t.q_stages, t.staged ? "yes" : "no", beside, t.bias_places, t.smem_bytes(d, d));
+}
 void put_split(const char* scores, int d, int dv, const sm90::SplitBwdTile& t, int dkdv_bytes, int dq_bytes) {
   std::printf("bwd_split|%s|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d|%d\n", scores, d, dv, t.block_m, t.kKeys,
               t.stages, t.rs_columns, dkdv_bytes, t.kQueries, t.block_n, t.k_stages, t.v_stages, dq_bytes);
@@ -84,12 +88,15 @@ int main() {
     std::printf("fwd_sm90|%d|%d|%d|%d|%d|%d|%d|%d\n", d, dv, t.block_m(), t.block_n, t.consumers,
                 t.kv_stages, t.q_stages, t.smem_bytes(d, dv));
   }
-  for (int d : {64, 128, 192, 256, -64, -128}) {
-    const sm90::FwdModTile t = d > 0 ? sm90::fwd_mod_tile(d) : sm90::m192_mod_tile(-d);
-    const char* bias = t.bias_places == 0 ? "none" : t.bias_has_place ? "own place" : "over Q and output";
-    std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d\n", std::abs(d), t.plain().block_m(), t.block_n,
-                t.kv_stages, t.q_stages, t.staged ? "yes" : "no", bias,
-                t.smem_bytes(std::abs(d), std::abs(d)));
+  for (int d : {64, 128, 192, 256}) {
+    const sm90::FwdModTile t = sm90::fwd_mod_tile(d);
+    put_modified(d, t, t.bias_has_place ? "bias, own places" : "bias, over Q and output");
+  }
+  for (int d : {64, 128}) {
+    put_modified(d, sm90::m192_mod_tile(d), "nothing");
+    put_modified(d, sm90::m192_bias_tile(d), "bias");
+    if (sm90::has_m192_float_bias(d)) put_modified(d, sm90::m192_float_bias_tile(d), "bias in fp32");
+    put_modified(d, sm90::m192_words_tile(d), "words");
   }
   for (int d : {64, 96, 128}) {
     const sm90::BwdTile t = sm90::bwd_tile(d);
@@ -129,7 +136,8 @@ TILE_HEADERS = {
     "bwd_bias": "class|kBlockM|kBlockN|stages|warps|a warp|CTAs an SM|bias, bytes|shared memory, bytes",
     "fwd_sm90": "head_dim|head_dim_v|kBlockM|kBlockN|consumer warpgroups|K/V stages|Q stages|"
     "shared memory, bytes",
-    "fwd_mod_sm90": "head_dim|kBlockM|kBlockN|K/V stages|Q stages|output staged|bias|shared memory, bytes",
+    "fwd_mod_sm90": "head_dim|kBlockM|kBlockN|K/V stages|Q stages|output staged|beside scores|places for it|"
+    "shared memory, bytes",
     "bwd_fused": "scores|head_dim|kBlockM|kBlockN|warpgroups|Q and dO stages|dS stages|dQ staged|"
     "shared memory, bytes",
     "bwd_split": "scores|head_dim|head_dim_v|dK, dV: kBlockM|kBlockN|Q and dO stages|columns in registers|"

@@ -153,7 +153,10 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v) {
   TORCH_CHECK_VALUE(
       false, "num_heads of q must be a positive multiple of num_heads of k and v, got ", num_heads, " and ",
       num_heads_k, ".",
-      is_heads_first ? " Tensors of shape (batch, num_heads, seqlen, head_dim) need layout=\"bhsd\"." : "");
+      is_heads_first
+          ? " Tensors of shape (batch, num_heads, seqlen, head_dim) need layout=\"bhsd\", and transpose(1, 2) "
+            "where a function has none."
+          : "");
 }
 
 void check_options(const Tensor& q, const CallArgs& a) {

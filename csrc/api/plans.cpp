@@ -35,6 +35,7 @@ const char* word_of(ScoreVariant v) {
     case ScoreVariant::kBias: return "bias";
     case ScoreVariant::kLooseBias: return "loose_bias";
     case ScoreVariant::kFloatBias: return "float_bias";
+    case ScoreVariant::kWords: return "words";
     case ScoreVariant::kAdd: return "add";
     case ScoreVariant::kAddFloat: return "add_float";
     case ScoreVariant::kAddDrop: return "add_drop";
@@ -188,7 +189,8 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
                          bool packed, int32_t window_size_left, int32_t window_size_right, bool deterministic,
                          const std::vector<std::string>& modifiers, const std::optional<std::string>& backend,
                          int device, const std::optional<std::array<int, 5>>& gpu, bool tma, bool need_qkv,
-                         const std::optional<CacheWords>& cache_words, const std::array<int64_t, 2>& max_seqlen) {
+                         const std::optional<CacheWords>& cache_words, const std::array<int64_t, 2>& max_seqlen,
+                         bool own_lengths, bool slot_factors) {
   const Direction direction = direction_of(direction_name);
   const bool is_backward = direction == Direction::kBackward;
   if (num_heads == 0 && num_heads_k == 0) {  // nothing runs, as without batch entries
@@ -244,6 +246,12 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
   const NamedModifiers named(is_quantised ? std::vector<std::string>() : modifiers, p, cache_words.has_value());
   if (is_quantised && cache_words)
     throw py::value_error("the fp8 forward has no cache; words for one are e4m3 and int8");
+  if (own_lengths && !(is_quantised && packed)) {
+    throw py::value_error("lengths of their own go with packed sequences of fp8; over a cache every sequence has one");
+  }
+  if (slot_factors && (!cache_words || in_16_bits)) {
+    throw py::value_error("factors of slots go with a cache of 8 bits");
+  }
   if (!need_qkv && !(is_backward && named.wants_gradient())) {
     throw py::value_error("without gradients of q, k and v a backward must want another one, as bias_gradient");
   }
@@ -267,11 +275,13 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
         is_quantised || modifiers.empty() || (has_sinks_alone && (is_backward ? need_qkv : cache_words.has_value()));
     if (!runs_plain) request.modifiers = &named.modifiers;
     if (is_quantised) request.operands = is_mixed ? Operands::kMixed : Operands::kFp8;
+    request.has_own_lengths = own_lengths;
     if (named.wants_dbias) request.dbias = &named.dbias;
     if (named.wants_dslopes) request.dslopes = &named.dslopes;
     if (cache_words) {
       request.cache = &cache;
       request.cache_type = cache_type_named(std::get<1>(*cache_words));
+      request.has_slot_factors = slot_factors;
       request.has_latents = has_latent_sizes(p);
       request.most_queries = max_seqlen[0], request.most_keys = max_seqlen[1];
     }
@@ -350,7 +360,8 @@ void bind_plans(py::module_& m) {
         py::arg("window_size_right") = -1, py::arg("deterministic") = false,
         py::arg("modifiers") = std::vector<std::string>(), py::arg("backend") = py::none(), py::arg("device") = 0,
         py::arg("gpu") = py::none(), py::arg("tma") = true, py::arg("need_qkv") = true, py::arg("cache") = py::none(),
-        py::arg("max_seqlen") = std::array<int64_t, 2>{});
+        py::arg("max_seqlen") = std::array<int64_t, 2>{}, py::arg("own_lengths") = false,
+        py::arg("slot_factors") = false);
   m.def("plan_rows", &rows_of_plans);
   m.def("done_launches", &launches_done);
   m.def("device_facts", &device_facts, py::arg("device") = 0);

@@ -200,6 +200,12 @@ bool supports_bias(Req r, Dev d) {
   const int block_m = sm90::fwd_mod_tile(masked_dim(r.problem)).plain().block_m();
   return supports_bias_alone(r, d) && sm90::staged_bias_rows(r.modifiers->bias, r.problem, block_m) > 0;
 }
+bool supports_bias_m192(Req r, Dev d) { return supports_bias(r, d) && sm90::has_m192(masked_dim(r.problem)); }
+// Rows have no other words there.
+bool supports_words_m192(Req r, Dev d) {
+  const Modifiers& m = *r.modifiers;
+  return supports_hide_m192(r, d) && m.mask.words != nullptr && !asks_any<kMadeRowWords>(m);
+}
 bool supports_loose_bias(Req r, Dev d) { return supports_bias_alone(r, d) && r.modifiers->bias.is_loose; }
 bool supports_float_bias(Req r, Dev d) {
   const BiasView& x = r.modifiers->bias;
@@ -218,15 +224,28 @@ bool supports_drop_m192(Req r, Dev d) { return supports_m192_changes(r, d) && dr
 bool prefers_slopes_m192(Req r, Dev d) { return sm90::prefers_m192_slopes(r.problem, *r.modifiers, d, r.constraints); }
 bool prefers_cap_m192(Req r, Dev d) { return sm90::prefers_m192_cap(r.problem, *r.modifiers, d, r.constraints); }
 bool prefers_drop_m192(Req r, Dev d) { return sm90::prefers_m192_drops(r.problem, *r.modifiers, d, r.constraints); }
+bool supports_float_bias_m192(Req r, Dev d) {
+  return supports_float_bias(r, d) && sm90::has_m192_float_bias(masked_dim(r.problem));
+}
+bool prefers_bias_m192(Req r, Dev d) {
+  return sm90::m192_fits(r.problem, *r.modifiers, d, r.constraints, sm90::M128Cost::beside(r.problem));
+}
+bool prefers_words_m192(Req r, Dev d) { return sm90::prefers_m192_words(r.problem, *r.modifiers, d, r.constraints); }
 bool prefers_hide_m192(Req r, Dev d) { return sm90::prefers_m192(r.problem, *r.modifiers, d, r.constraints); }
+
+template <bool kM192, ScoreVariant kVariant>
+constexpr sm90::FwdModTile mod_tile(int size) {
+  if (kVariant == kWords) return sm90::m192_words_tile(size);
+  if (kVariant == kLooseBias) return sm90::loose_bias_tile(size);
+  if (kVariant == kFloatBias) return kM192 ? sm90::m192_float_bias_tile(size) : sm90::float_bias_tile(size);
+  if (kM192) return kVariant == kBias ? sm90::m192_bias_tile(size) : sm90::m192_mod_tile(size);
+  return sm90::fwd_mod_tile(size);
+}
 
 template <bool kM192, ScoreVariant kVariant>
 void build_hopper_mod(Req r, Dev d, Plan& p) {
   const int size = masked_dim(r.problem);
-  const sm90::FwdModTile t = kM192                    ? sm90::m192_mod_tile(size)
-                             : kVariant == kLooseBias ? sm90::loose_bias_tile(size)
-                             : kVariant == kFloatBias ? sm90::float_bias_tile(size)
-                                                      : sm90::fwd_mod_tile(size);
+  const sm90::FwdModTile t = mod_tile<kM192, kVariant>(size);
   const sm90::FwdTile f = t.plain();
   const bool unequal = sm90::has_unequal_tiles(r.problem, *r.modifiers);
   Launch& l = p.push(main_of(KernelId::kFwdMod90, size, size, f.block_m(), f.block_n, t.kv_stages / 2, f.threads(),
@@ -300,6 +319,12 @@ constexpr Row kHopper[] = {
     {F::kFwdMod, "sm90.fwd_mod.m192.cap", supports_cap_m192, prefers_cap_m192, build_hopper_mod<true, kCap>,
      E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.drop", supports_drop_m192, prefers_drop_m192, build_hopper_mod<true, kDrop>,
+     E::kMaskedM192},
+    {F::kFwdMod, "sm90.fwd_mod.m192.bias", supports_bias_m192, prefers_bias_m192, build_hopper_mod<true, kBias>,
+     E::kMaskedM192},
+    {F::kFwdMod, "sm90.fwd_mod.m192.float_bias", supports_float_bias_m192, prefers_bias_m192,
+     build_hopper_mod<true, kFloatBias>, E::kMaskedM192},
+    {F::kFwdMod, "sm90.fwd_mod.m192.words", supports_words_m192, prefers_words_m192, build_hopper_mod<true, kWords>,
      E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.hide", supports_hide_m192, prefers_hide_m192, build_hopper_mod<true, kHide>,
      E::kMaskedM192},

@@ -177,6 +177,7 @@ struct M128Cost {
   static M128Cost plain(const Problem& p) { return {padded_head_dim(p.head_dim, p.head_dim_v) <= 64 ? 114 : 106}; }
   static M128Cost hides() { return {125}; }
   static M128Cost slopes(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 1000 : 125}; }
+  static M128Cost beside(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 119 : 108}; }
   static M128Cost caps() { return {1000}; }
   static M128Cost drops(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 1000 : 106}; }
 };
@@ -253,13 +254,14 @@ inline int parts_of_tiles(const Problem& p, const DeviceInfo& d, const Constrain
 }
 
 // Whether a call should take the tiles of the plain kernel: where masks are known by rows or by keys alone, so that
-// they leave most tiles whole or hide them, and where there are enough tiles of 192 queries. Bool masks, which are
-// mixed in all places, stay with lower and wider tiles, whose words are fetched ahead. So do maps of blocks of 128 or
-// more, of which a tile of 192 rows meets two. Of blocks of 64, which a warpgroup's rows match, tiles of 192 visit
-// fewer. Evidence: masked-m192.
+// they leave most tiles whole or hide them, and where there are enough tiles of 192 queries. The words of bool masks are
+// mixed in all places, and have a kernel to which a warp brings them. Maps of blocks of 128 or more, of which a tile of 192
+// rows meets two, stay with lower tiles. Of blocks of 64, which a warpgroup's rows match, tiles of 192 visit fewer.
+// Evidence: masked-m192.
+inline bool has_row_words(const Modifiers& m) { return m.mask.words != nullptr && m.mask.row_stride != 0; }
 inline bool has_mixed_tiles(const Modifiers& m) {
   const bool blocks_fit = m.block_rows >= 64 && m.block_rows < 128;
-  return (m.mask.words != nullptr && m.mask.row_stride != 0) || (m.blocks.words != nullptr && !blocks_fit);
+  return has_row_words(m) || (m.blocks.words != nullptr && !blocks_fit);
 }
 inline bool m192_fits(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c, M128Cost cost) {
   return !has_mixed_tiles(m) && !takes_m128(p, d, c, cost);
@@ -267,6 +269,11 @@ inline bool m192_fits(const Problem& p, const Modifiers& m, const DeviceInfo& d,
 inline bool prefers_m192(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
   const bool adds = m.has_score_mod || !(p.softmax_scale > 0.f) || m.rng != nullptr;
   return !adds && m192_fits(p, m, d, c, M128Cost::hides());
+}
+
+inline bool prefers_m192_words(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
+  const bool adds = m.has_score_mod || !(p.softmax_scale > 0.f) || m.rng != nullptr;
+  return !adds && has_row_words(m) && !takes_m128(p, d, c, M128Cost::beside(p));
 }
 
 // The same of calls with one modifier of scores or weights beside what hides. With slopes, which are

@@ -43,7 +43,7 @@ _CACHES = ("pages", "entries", "rows")
 _EIGHT_BITS = ("e4m3", "int8")
 _WORDS = (
     "fwd", "bwd", "causal", "packed", "deterministic", "float16", "bfloat16", "without_qkv",
-    *_CACHES, *_EIGHT_BITS,
+    "seqused", "slot_factors", *_CACHES, *_EIGHT_BITS,
 )  # fmt: skip
 
 
@@ -74,13 +74,15 @@ def plan(text: str) -> dict[str, Any]:
             :func:`flash_ext.attention` takes them, as row=NAME or kv_splits=N; and modifiers: softcap, alibi,
             bias (1, heads, Q, K), full_bias (batch, heads, Q, K), float_bias (in fp32), relative, dropout,
             mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks;
-            or "fp8" or "mixed" alone, for :func:`flash_ext.fp8.attention_fp8`.
+            or "fp8" or "mixed" alone, for :func:`flash_ext.fp8.attention_fp8`. "seqused" beside one of these
+            and "packed": how many keys a sequence has is on the device alone (seqused_k).
             Backwards: alibi, the biases, relative and sinks followed by _gradient want that gradient as well;
             "without_qkv" wants no others.
             Keys in a cache: "pages" (page_size=N), "entries" (one a sequence) or, with "packed", "rows", of
             16 bits or "e4m3" or "int8". K is the room of a sequence, max_seqlen=Q/K are bounds that the call
             gives, and modifiers are softcap, alibi, the biases, relative, mask, key_padding, documents, sinks
-            and tree.
+            and tree. "slot_factors" beside 8 bits: each slot has a factor (k_descale, v_descale), not each
+            head.
 
     Returns:
         A dict: "backend", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in
@@ -143,6 +145,8 @@ def plan(text: str) -> dict[str, Any]:
         need_qkv="without_qkv" not in words,
         cache=(caches[0], "".join(eight_bits), int(numbers["page_size"])) if caches else None,
         max_seqlen=_pair(numbers["max_seqlen"]),
+        own_lengths="seqused" in words,
+        slot_factors="slot_factors" in words,
     )
     return {"call": text, "gpu": gpu or "GPU 0", **found}
 

@@ -392,6 +392,7 @@ def row_calls() -> Iterator[RowCall]:
     for row, *options in (
         ("sm80.fwd_mod", "bias", "mask"), ("sm80.fwd_mod", "sinks", "dropout"),
         ("sm90.fwd_mod.m192.slopes", "alibi"), ("sm90.fwd_mod.m192.cap", "softcap"),
+        ("sm90.fwd_mod.m192.bias", "bias"), ("sm90.fwd_mod.m192.words", "mask"),
         ("sm90.fwd_mod.m192.hide", "key_padding"), ("sm90.fwd_mod.m128.exponents", "alibi"),
         ("sm90.fwd_mod.m128.bias", "bias"), ("sm90.fwd_mod.m128.drop", "dropout"),
         ("sm90.fwd_mod.m128.loose_bias", "full_bias"), ("sm90.fwd_mod.m128.float_bias", "float_bias"),
@@ -400,8 +401,9 @@ def row_calls() -> Iterator[RowCall]:
         call = RowCall(row, options=tuple(options))
         yield call
         yield dataclasses.replace(call, lengths=hides_rows, options=(*options, "causal"))
-    drop = RowCall("sm90.fwd_mod.m192.drop", head_dim=64, options=("dropout",))
-    yield from (drop, dataclasses.replace(drop, lengths=hides_rows, options=("dropout", "causal")))
+    for variant, option in (("drop", "dropout"), ("float_bias", "float_bias")):
+        call = RowCall(f"sm90.fwd_mod.m192.{variant}", head_dim=64, options=(option,))
+        yield from (call, dataclasses.replace(call, lengths=hides_rows, options=(option, "causal")))
     for head_dim in (64, 128):
         for mode in ("fp8", "mixed"):
             for more in ((), ("causal",), ("packed", "causal")):

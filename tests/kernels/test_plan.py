@@ -263,6 +263,10 @@ def test_deterministic_backwards_never_add_in_any_order(pretended_gpu) -> None:
                              ("fwd int8", "a cache is one of pages, entries, rows"),
                              ("fwd rows", "rows of a cache go with packed queries"),
                              ("fwd packed rows e4m3", "a cache of 8 bits lies in pages or entries"),
+                             ("fwd packed seqused", "lengths of their own go with"),
+                             ("fwd pages packed seqused", "over a cache every sequence has one"),
+                             ("fwd pages slot_factors", "slots go with a cache of 8 bits"),
+                             ("fwd slot_factors", "slots go with a cache of 8 bits"),
                              ("fwd pages int8 head_dim=72", "a multiple of 16"),
                              ("fwd pages page_size=0", "a page holds at least 1 key"),
                              ("fwd kv_splits=few", "kv_splits takes a number"),
@@ -307,12 +311,14 @@ def words_and_call(words: str, modifiers: str) -> Callable[[], object]:
     rows, keys = map(int, numbers["seqlen"].split("/"))
     page = int(numbers.get("page_size", 64))
     packed = "packed" in asked
-    q = torch.zeros(*((4 * rows,) if packed else (4, rows)), 8, 64, dtype=torch.bfloat16)
+    dtype_q = torch.float16 if "float16" in asked else torch.bfloat16
+    q = torch.zeros(*((4 * rows,) if packed else (4, rows)), 8, 64, dtype=dtype_q)
     shape = (4, -(-keys // page)) if "pages" in asked else ()
     places = {"pages": (4 * math.prod(shape[1:]), page), "entries": (4, keys), "rows": (4 * keys,)}
     (layout,) = asked & places.keys()
-    dtype = torch.int8 if "int8" in asked else torch.float8_e4m3fn if "e4m3" in asked else torch.bfloat16
+    dtype = torch.int8 if "int8" in asked else torch.float8_e4m3fn if "e4m3" in asked else q.dtype
     k = torch.zeros(*places[layout], 2, 64, dtype=dtype)
+    factors = torch.ones(*places[layout], 2) if "slot_factors" in asked else None
     bounds = [torch.arange(5, dtype=torch.int32) * n for n in (rows, keys)]
     most = [int(n) for n in numbers.get("max_seqlen", "0/0").split("/")]
     return functools.partial(
@@ -323,7 +329,7 @@ def words_and_call(words: str, modifiers: str) -> Callable[[], object]:
         torch.zeros(8) if "alibi" in asked else None, torch.zeros(8) if "sinks" in asked else None,
         30.0 if "softcap" in asked else 0.0, None, True,
         torch.zeros(q.shape[: 1 if packed else 2], dtype=torch.int64) if "tree" in asked else None,
-        None, None, torch.ones(4, 1, rows, keys, dtype=torch.bool) if "mask" in asked else None,
+        factors, factors, torch.ones(4, 1, rows, keys, dtype=torch.bool) if "mask" in asked else None,
         *((torch.zeros(q.shape[: 1 if packed else 2]).int(), torch.zeros(4, keys).int())
           if "documents" in asked else (None, None)),
         torch.zeros(1, 8, rows, keys) if "float_bias" in asked else None,
@@ -343,6 +349,12 @@ CACHED_CALLS = [
     for words in CACHES
     for more in ("", "softcap sinks", "alibi", "mask", "documents sinks", "float_bias")
 ] + [(words, "tree") for words in CACHES if words not in TOO_LONG_FOR_TREES]
+CACHED_CALLS += [
+    (words, f"slot_factors {more}")
+    for words in CACHES
+    if "e4m3" in words or "int8" in words
+    for more in ("", "float16", "float16 mask")
+]
 
 
 @pytest.mark.parametrize(("words", "modifiers"), CACHED_CALLS)

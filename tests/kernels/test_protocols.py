@@ -46,14 +46,15 @@ def run_forward(m, rnd, *, apart=False, converts=False, by_rows=False):
     forward(m, items, stages, rnd.choice((1, 2)), groups, draws, apart, raw_stages, by_rows)
 
 
-def run_forward_mod(m, rnd, *, bias=False, places=0):
+def run_forward_mod(m, rnd, **beside):
     items = [[seen_by(rnd, 2) or (0, 1) for _ in range(count)] for count in counts(rnd)]
-    forward_mod(m, items, rnd.choice((1, 2)), bias, draws=rnd.random() < 0.5, places=places)
+    forward_mod(m, items, rnd.choice((1, 2)), draws=rnd.random() < 0.5, **beside)
 
 
-def run_forward_tall(m, rnd):
+def run_forward_tall(m, rnd, *, q_stages=2, kv_stages=(5, 8), **beside):
     items = [[seen_by(rnd, 3) or (0, 1) for _ in range(count)] for count in counts(rnd)]
-    forward_mod(m, items, 2, draws=rnd.random() < 0.5, groups=3, kv_stages=rnd.choice((5, 8)))
+    stages = dict(q_stages=q_stages, kv_stages=rnd.choice(kv_stages))
+    forward_mod(m, items, draws=rnd.random() < 0.5, groups=3, **stages, **beside)
 
 
 def key_items(rnd, apart=False):
@@ -170,10 +171,15 @@ MODELS = {
     "forward over bytes, by rows": model(run_forward, apart=True, converts=True, by_rows=True),
     "forward with modifiers": run_forward_mod,
     "forward with modifiers, tall tiles": run_forward_tall,
-    "forward with a bias": model(run_forward_mod, bias=True),
-    "forward with a loose bias": model(run_forward_mod, bias=True, places=4),
-    "forward with a bias in parts": model(run_forward_mod, bias=True, places=3),
-    "forward with a bias in fp32, 128": model(run_forward_mod, bias=True, places=2),
+    "forward with a bias": model(run_forward_mod, beside="bias"),
+    "forward with a loose bias": model(run_forward_mod, beside="bias", places=4, parts=2),
+    "forward with a bias in parts": model(run_forward_mod, beside="bias", places=3, parts=2),
+    "forward with a bias in fp32, 128": model(run_forward_mod, beside="bias", parts=2),
+    "forward with a bias, tall tiles, 64": model(run_forward_tall, kv_stages=(8,), beside="bias", places=3),
+    "forward with a bias, tall tiles, 128": model(
+        run_forward_tall, q_stages=1, kv_stages=(4, 5), beside="bias"
+    ),
+    "forward with words, tall tiles": model(run_forward_tall, kv_stages=(4, 8), beside="words", places=4),
     "backward of few rows": run_few_rows,
     "backward of few keys": run_few_keys,
     "backward of one warpgroup": run_one_warpgroup,
@@ -236,6 +242,8 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
         ("forward", "parity of V", "deadlock"),
         ("forward", "K let go early", "overwrites"),
         ("forward", "a warp keeps Q", "deadlock"),
+        ("forward with a bias, tall tiles, 64", "a place is let go before it is read", "overwrites bias"),
+        ("forward with words, tall tiles", "a place is let go before it is read", "overwrites words"),
         ("forward over a cache", "V does not wait for the next item", "overwrites"),
         ("forward over a cache, by rows", "rows are not waited for", "may not be written yet"),
         ("forward over a cache, by rows", "rows without a fence", "may not see K or V"),
@@ -275,6 +283,8 @@ RINGS = {
     "forward over bytes": ("K or V", "Q", "bytes"),
     "forward with a bias": ("K or V", "Q", "bias", "chunk"),
     "forward with a bias in parts": ("K or V", "Q", "bias", "chunk"),
+    "forward with a bias, tall tiles, 128": ("K or V", "Q", "bias", "chunk"),
+    "forward with words, tall tiles": ("K or V", "Q", "words", "chunk"),
     "backward of few rows": ("K", "V", "Q", "dO", "item"),
     "backward together": ("K", "V", "Q", "dO", "item"),
     "backward together, in order": ("K", "V", "Q", "dO", "item", "dQ"),

@@ -59,8 +59,9 @@ HOPPER_MOD_KINDS = (0, 2)  # scores hidden only, or all there is
 HOPPER_MOD_OWN_KINDS = (1, 3)  # of head_dim 128: weights dropped, slopes or a softcap alone
 # A bias alone: one that TMA brings, one whose rows begin anywhere, one in fp32.
 HOPPER_MOD_BIAS_KINDS, HOPPER_MOD_BIAS_HEAD_DIMS = (4, 5, 6), (64, 128)
-# In higher tiles: scores hidden, slopes, a softcap, weights dropped.
-HOPPER_MOD_TALL_KINDS, HOPPER_MOD_TALL_HEAD_DIMS = (7, 8, 9, 10), (64, 128)
+# In higher tiles: scores hidden, slopes, a softcap, weights dropped, a bias of 16 bits, words of a mask.
+HOPPER_MOD_TALL_KINDS, HOPPER_MOD_TALL_HEAD_DIMS = (7, 8, 9, 10, 11, 13), (64, 128)
+HOPPER_MOD_TALL_FLOAT_KINDS, HOPPER_MOD_TALL_FLOAT_HEAD_DIMS = (12,), (64,)  # a bias in fp32
 HOPPER_BWD_MOD = ("bwd_mod_sm90_kernel",)
 HOPPER_BWD_MOD_HEAD_DIMS = (64, 128)
 # Each has a kernel: hidden, added, added with a bias in fp32, capped, dropped, added and dropped.
@@ -232,6 +233,7 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         *itertools.product(HOPPER_MOD, DTYPES, (128,), HOPPER_MOD_OWN_KINDS),
         *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_BIAS_HEAD_DIMS, HOPPER_MOD_BIAS_KINDS),
         *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_TALL_HEAD_DIMS, HOPPER_MOD_TALL_KINDS),
+        *itertools.product(HOPPER_MOD, DTYPES, HOPPER_MOD_TALL_FLOAT_HEAD_DIMS, HOPPER_MOD_TALL_FLOAT_KINDS),
     ]
     hopper_bwd_mod = itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, SCORE_KINDS)
     # Once for a bias that TMA brings, once for others.
@@ -386,6 +388,7 @@ def test_hopper_kernels_use_warpgroup_products_and_bulk_copies(resources, machin
     kinds = len(HOPPER_MOD_HEAD_DIMS) * len(HOPPER_MOD_KINDS) + len(HOPPER_MOD_OWN_KINDS)
     kinds += len(HOPPER_MOD_BIAS_HEAD_DIMS) * len(HOPPER_MOD_BIAS_KINDS)
     kinds += len(HOPPER_MOD_TALL_HEAD_DIMS) * len(HOPPER_MOD_TALL_KINDS)
+    kinds += len(HOPPER_MOD_TALL_FLOAT_HEAD_DIMS) * len(HOPPER_MOD_TALL_FLOAT_KINDS)
     modified = len(HOPPER_MOD) * kinds
     modified += len(HOPPER_BWD_MOD) * len(HOPPER_BWD_MOD_HEAD_DIMS) * len(SCORE_KINDS)
     modified += 2 * len(HOPPER_BWD_WIDE_MOD_HEAD_DIMS) * len(WIDE_SCORE_KINDS)

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.sources import ROOT
 
 CSRC = ROOT / "csrc"
-LINE_CEILING = 600
+LINE_CEILING, CSRC_CEILING = 600, 450
 
 # What each part of csrc may include of ours. The first row whose pattern meets the beginning of the path
 # counts.
@@ -207,7 +207,8 @@ def test_files_stay_short():
     long = {
         relative(path): count
         for path in code
-        if (count := len(path.read_text(encoding="utf-8").splitlines())) > LINE_CEILING
+        if (count := len(path.read_text(encoding="utf-8").splitlines()))
+        > (CSRC_CEILING if path.is_relative_to(CSRC) else LINE_CEILING)
     }
     assert long == {}
 

@@ -232,13 +232,15 @@ def forward(
     m.warps(groups, consumer)
 
 
-def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stages=4, places=0):
-    """schedule_mod_work() and load_mod_tiles() of fwd_mod/produce.cuh, MaskedConsumer of
+def forward_mod(m, items, q_stages=2, beside="", draws=False, groups=2, kv_stages=4, places=2, parts=1):
+    """schedule_mod_work(), load_mod_tiles() and load_beside() of fwd_mod/produce.cuh, MaskedConsumer of
     fwd_mod/consume.cuh, with three groups as T::kM192 has it. An item is a list of steps, a step the groups
-    that see it. A bias in parts, two a step, has so many `places` for them."""
+    that see it. ``beside`` the scores stands nothing, a "bias" or "words", in so many `places`, `parts` for a
+    step. Beside tall tiles a role of its own loads them. Words are read while products run."""
     kv, q = Slots("K or V", kv_stages, groups * WARPS), Slots("Q", q_stages, groups * WARPS)
-    tile_of_bias, parts_of_bias = Slots("bias", places or 2, groups * WARPS), 2 if places else 1
-    chunk, ending, turn = Slots("chunk", 4, 1), Barrier(1), barriers(groups, 2 * WARPS)
+    by_itself = groups == 3 and beside != ""
+    extra, parts = Slots(beside, places, groups * WARPS), parts if beside else 0
+    chunk, ending, turn = Slots("chunk", 4, 1 + by_itself), Barrier(1), barriers(groups, 2 * WARPS)
     work_at, step_at = cells("item", 8), cells("step", kv_stages)
 
     def chunks_of(steps):
@@ -269,6 +271,25 @@ def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stag
             found += 1
         yield from chunk.put(me, chunks, END)
 
+    def load_extra(me, step, what):
+        for part in range(step * parts, (step + 1) * parts):
+            yield extra.left(part)
+            me.copy(extra.full[part % places], extra.at(part), what, fenced=beside == "bias")
+
+    def loader_of_extra(me):
+        steps = chunks = found = 0
+        while (part := (yield from chunk.take(me, chunks))) != END:
+            n, first, end = part
+            for i in range(first, end):
+                me.read(work_at[found % 8], n)
+                yield from load_extra(me, steps, (n, i))
+                steps += 1
+            me.read(work_at[found % 8], n)
+            me.read(chunk.at(chunks), part)
+            chunk.let_go(me, chunks)
+            chunks += 1
+            found += end == len(items[n])
+
     def loader(me):
         used = steps = chunks = found = 0
         v = None
@@ -284,8 +305,8 @@ def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stag
                 for what in (("K", n, i), v) if v else (("K", n, i),):
                     yield from kv.load(me, used, what)
                     used += 1
-                for half in range(parts_of_bias if bias else 0):
-                    yield from tile_of_bias.load(me, parts_of_bias * steps + half, (n, i))
+                if not by_itself:
+                    yield from load_extra(me, steps, (n, i))
                 steps += 1
                 v = ("V", n, i)
             me.read(work_at[found % 8], n)
@@ -321,17 +342,24 @@ def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stag
             kv.let_go(me, now.used)
             now.used += 1
 
-        def use_bias(seen):
-            for half in range(parts_of_bias if bias else 0):
-                n = now.used // 2 * parts_of_bias + half
-                yield tile_of_bias.ready(n)
+        def use_extra(seen):
+            for part in range(parts):
+                n = now.used // 2 * parts + part
+                yield extra.ready(n)
+                if m.plant == "a place is let go before it is read":
+                    extra.let_go(me, n)
                 if seen:
-                    me.read(tile_of_bias.at(n), now.step)
-                tile_of_bias.let_go(me, n)
+                    me.read(extra.at(n), now.step)
+                if m.plant != "a place is let go before it is read":
+                    extra.let_go(me, n)
 
         def skip_step():
             yield from skip_slot()
-            yield from use_bias(False)
+            yield from use_extra(False)
+
+        def complete():
+            if beside == "words":
+                yield from use_extra(True)
 
         def finish_q():
             if now.step[1] == len(items[now.step[0]]) - 1:
@@ -347,7 +375,8 @@ def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stag
             kv.let_go(me, now.used - k_ago)
             finish_q()
             me.read(work_at[now.items % 8], now.step[0])
-            yield from use_bias(True)
+            if beside == "bias":
+                yield from use_extra(True)
 
         def issue_output(of):
             yield kv.ready(now.used)
@@ -387,6 +416,7 @@ def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stag
             yield from me.sync(turn[group])
             issue_scores()
             me.arrive(turn[(group + 1) % groups])
+            yield from complete()
             if started:
                 yield from skip_slot()
             yield from finish_scores(2 if started else 1)
@@ -397,6 +427,7 @@ def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stag
                 issue_scores()
                 yield from issue_output(of)
                 me.arrive(turn[(group + 1) % groups])
+                yield from complete()
                 yield from finish_scores(2)
                 yield from look_ahead()
                 finish_output()
@@ -414,4 +445,6 @@ def forward_mod(m, items, q_stages=2, bias=False, draws=False, groups=2, kv_stag
 
     m.role("scheduler", scheduler)
     m.role("loader", loader)
+    if by_itself:
+        m.role(f"loader of {beside}", loader_of_extra)
     m.warps(groups, consumer)

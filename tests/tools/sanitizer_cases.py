@@ -143,6 +143,26 @@ def two_kernel_cases() -> list[ModifierCase]:
     return found
 
 
+# Dense, and packed. The last two are a bias whose rows do not begin on 16 bytes, and one in fp32.
+BESIDE = (
+    ("bias_1hqk", "padding"), ("bias_bh1k", "sinks"), ("mask_bhqk", "hrows1"), ("mask_1hq1",),
+    ("bias_bhqk_odd",), ("bias_1hqk_f32",),
+)  # fmt: skip
+BESIDE_PACKED = (("bias_bhqk_short", "documents"), ("mask_b1qk_short", "documents"))
+
+
+def tall_cases() -> list[ModifierCase]:
+    """Forwards in tiles of 192 queries whose keys come to each place beside the scores again."""
+    found = []
+    for head_dim in (64, 128):
+        common = {"num_heads": 2, "num_heads_k": 1, "head_dim": head_dim}
+        case = Case(batch=2, seqlen_q=131, seqlen_k=392, **common)
+        found += [ModifierCase(case, mods) for mods in BESIDE]
+        case = packed([3, 0, 190], [65, 9, 440], tail=5, dtype="fp16", causal=True, **common)
+        found += [ModifierCase(case, mods) for mods in BESIDE_PACKED]
+    return found
+
+
 def long_cases() -> list[Case]:
     """Forwards whose keys are in stretches (csrc/sm90/fwd/tiles.h), dense and packed."""
     return [
@@ -530,6 +550,7 @@ def groups_of(target: Target) -> list[tuple[str, Target, list[AnyCase]]]:
             (", of one warpgroup", TARGETS["sm90-short"].asking(row=ONE_WARPGROUP), one_warpgroup_cases()),
             (", of few rows", on_one_multiprocessor(target), few_row_cases()),
             (", in two kernels", target, two_kernel_cases()),
+            (", in tall tiles", target.asking(fwd_block_m=192), tall_cases()),
             (", of many keys", target, long_cases()),
             (", over latents", target, latent_cases()),
             (", in fp8", target, fp8_cases()),

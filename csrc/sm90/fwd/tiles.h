@@ -116,6 +116,31 @@ constexpr FwdModTile m192_mod_tile(int d) {
   return {64, t.kv_stages, t.q_stages, true, false, t.consumers, 0};
 }
 
+// The same with places for what stands beside the scores of 64 keys, which take the room of one of Q or of K and V where that is
+// short. Evidence: masked-m192.
+constexpr FwdModTile m192_tile_beside(int d, int places, int pitch) {
+  FwdModTile t = m192_mod_tile(d);
+  t.bias_has_place = true, t.bias_places = places, t.part_pitch = pitch;
+  return t;
+}
+constexpr FwdModTile m192_bias_tile(int d) {
+  FwdModTile t = m192_tile_beside(d, d <= 64 ? 3 : 2, 0);
+  if (d > 64) t.q_stages = 1;
+  return t;
+}
+// At head_dim 128 lower tiles are as fast.
+constexpr bool has_m192_float_bias(int d) { return d == 64; }
+constexpr FwdModTile m192_float_bias_tile(int d) {
+  FwdModTile t = m192_tile_beside(d, 2, 4 * FwdModTile::kPartKeys);
+  t.q_stages = 1;
+  return t;
+}
+constexpr FwdModTile m192_words_tile(int d) {
+  FwdModTile t = m192_tile_beside(d, 4, 8);
+  if (d > 64) t.kv_stages = 4;
+  return t;
+}
+
 constexpr bool tiles_fit() {
   for (int d : kHeadDims) {
     if (fwd_tile(d, d).smem_bytes(d, d) > kSmemLimitLarge) return false;
@@ -123,6 +148,9 @@ constexpr bool tiles_fit() {
   }
   for (int d : {64, 128}) {
     if (m192_mod_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
+    if (m192_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
+    if (m192_words_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
+    if (has_m192_float_bias(d) && m192_float_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
     if (loose_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
     if (float_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
   }

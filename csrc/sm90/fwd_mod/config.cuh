@@ -38,7 +38,7 @@ struct FwdModArgs {
 // kExponents knows slopes or a softcap, kBias a bias of 16 bits that TMA brings, kLooseBias a loose one (loose_bias.cuh),
 // kFloatBias one in fp32, all without dropout or one of the others.
 // kM192Hides hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to whole tiles what that kernel
-// does. The others of m192 have slopes, a softcap or dropout besides, and need them.
+// does. The others of m192 have slopes, a softcap, dropout, a bias of 16 bits or a mask of bits besides, and need them.
 enum class FwdModKind {
   kHides,
   kDrops,
@@ -50,7 +50,10 @@ enum class FwdModKind {
   kM192Hides,
   kM192Slopes,
   kM192Cap,
-  kM192Drops
+  kM192Drops,
+  kM192Bias,
+  kM192FloatBias,
+  kM192Words
 };
 
 // Whether tiles of a bias are brought, and how many places for Q that leaves; most kinds know.
@@ -127,16 +130,20 @@ struct FwdModTraits {
   static constexpr FwdModKind kKind = Kind;
   static constexpr bool kM192 = Kind >= FwdModKind::kM192Hides;  // tiles of 192 queries instead of 128
   static constexpr bool kSlopesInProduct = Kind == FwdModKind::kM192Slopes;  // see fwd_mod/slopes.cuh
-  static constexpr bool kLoose = Kind == FwdModKind::kLooseBias, kInParts = kLoose || Kind == FwdModKind::kFloatBias;
-  static constexpr bool kBringsBias = Kind == FwdModKind::kBias || kInParts;
+  static constexpr bool kLoose = Kind == FwdModKind::kLooseBias;
+  static constexpr bool kFloat = Kind == FwdModKind::kFloatBias || Kind == FwdModKind::kM192FloatBias;
+  static constexpr bool kInParts = kLoose || kFloat;
+  static constexpr bool kBringsBias = Kind == FwdModKind::kBias || Kind == FwdModKind::kM192Bias || kInParts;
+  static constexpr bool kBringsWords = Kind == FwdModKind::kM192Words, kBrings = kBringsBias || kBringsWords;
+  static constexpr bool kLoadsBeside = kM192 && kBrings;  // by a warp of its own
   static constexpr bool kMaySlope = Kind == FwdModKind::kExponents || kSlopesInProduct;
   static constexpr bool kDrops =
       Kind == FwdModKind::kDrops || Kind == FwdModKind::kAll || Kind == FwdModKind::kM192Drops;
   static constexpr bool kMakesExponents =
       Kind == FwdModKind::kExponents || Kind == FwdModKind::kM192Cap || (D == 256 && Kind == FwdModKind::kHides);
-  static constexpr ScoreUnits kUnits = kMakesExponents ? ScoreUnits::kExponents
-                                       : kM192         ? ScoreUnits::kRaw
-                                                       : ScoreUnits::kChanged;
+  static constexpr ScoreUnits kUnits = kMakesExponents         ? ScoreUnits::kExponents
+                                       : kM192 && !kBringsBias ? ScoreUnits::kRaw
+                                                               : ScoreUnits::kChanged;
   static constexpr bool kLog2Maxima = kUnits != ScoreUnits::kChanged;
   // Registers are short: bits of masks are made behind the changes instead of while S is computed.
   static constexpr bool kLateBits = Kind == FwdModKind::kAll || D == 256;
@@ -146,10 +153,14 @@ struct FwdModTraits {
       kDrops, DropWorkTile,
       std::conditional_t<kSlopesInProduct, SlopeWorkTile, std::conditional_t<kMaySlope, DistanceItem, ModWorkTile>>>;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
-  static constexpr FwdModTile kModTile = kM192      ? m192_mod_tile(D)
-                                         : kLoose   ? loose_bias_tile(D)
-                                         : kInParts ? float_bias_tile(D)
-                                                    : fwd_mod_tile(D);
+  static constexpr FwdModTile tile() {
+    if (kBringsWords) return m192_words_tile(D);
+    if (kLoose) return loose_bias_tile(D);
+    if (kFloat) return kM192 ? m192_float_bias_tile(D) : float_bias_tile(D);
+    if (kM192) return kBringsBias ? m192_bias_tile(D) : m192_mod_tile(D);
+    return fwd_mod_tile(D);
+  }
+  static constexpr FwdModTile kModTile = tile();
   static constexpr FwdTile kTile = kModTile.plain();
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.block_m();
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages, kThreads = kTile.threads();
@@ -213,7 +224,7 @@ struct ModBarriers {
   __device__ void init() const {
     init_pairs(at(kKv), T::kKvStages, 1, 4 * T::kConsumers);
     init_pairs(at(kQ), T::kQStages, 1, 4 * T::kConsumers);
-    init_pairs(at(kChunk), T::kChunkStages, 1, 1);
+    init_pairs(at(kChunk), T::kChunkStages, 1, T::kLoadsBeside ? 2 : 1);
     init_pairs(at(kBias), T::kBiasPlaces, 1, 4 * T::kConsumers);
     ptx::mbarrier_init(work_ending(), 1);
     ptx::fence_mbarrier_init();

@@ -4,7 +4,8 @@
 // Tiles of 128 queries (m128) serve every modifier: their words of masks are asked for before a step's products and
 // made into bits while they run. Tiles of 192 (m192) serve masks that leave most tiles whole: bits are made where a
 // step asks for them, behind its scores, because words kept over a step, or asked for ahead, cost registers that all
-// steps pay. A tile that a warpgroup sees whole then costs what it costs in the plain kernel.
+// steps pay. A tile that a warpgroup sees whole then costs what it costs in the plain kernel. Bool masks, whose words
+// every step asks for, have a kernel that finds them in shared memory.
 #pragma once
 
 #include "../fwd/consume.cuh"
@@ -17,22 +18,22 @@
 
 namespace flash_ext::sm90 {
 
-// Arrays are the caller's own variables: as members they would keep all the others in memory until loops are unrolled,
-// and ptxas would get other code.
+// Arrays are the caller's variables: as members they would keep all others in memory until loops are unrolled.
 template <typename T>
 struct MaskedConsumer {
   using E = typename T::Element;
   static constexpr int kN = T::kBlockN, kO = T::kHeadDimV / 2;
   static constexpr int kPingpongThreads = 256;  // of the warpgroup whose turn it is and of the one before
 
-  // What a step knows beside its scores. m128: words of the mask, asked for before the products, and the bits made of
-  // them. With slopes in the product: from the tile's first key to the warp's first row, and what follows from it.
+  // What a step knows beside its scores. m128: words of the mask, asked for before the products, and bits made of them.
+  // With slopes in the product: from the tile's first key to the warp's first row, and what follows from it.
   struct Beside {
     OwnWords<kN> mask;
     ScoreBits<kN> visible;
     int ahead;
     uint32_t terms;
     RowBias bias;
+    BroughtWords words;
   };
 
   const FwdModArgs& a;
@@ -82,7 +83,6 @@ struct MaskedConsumer {
   }
   __device__ __forceinline__ void wait_for_stage() const { wait(bars.kv_full(kv.stage()), kv.phase()); }
   __device__ __forceinline__ uint32_t stage_address() const { return smem + kv.stage() * T::kStageBytes; }
-  // Gives back the stage used so many stages ago.
   __device__ __forceinline__ void free_stage(int ago) const { arrive(bars.kv_empty(kv.stage_ago(ago))); }
   __device__ __forceinline__ void skip_stage() {
     wait_for_stage();
@@ -112,7 +112,7 @@ struct MaskedConsumer {
   __device__ __forceinline__ void skip_step() {
     skip_stage();
     if constexpr (T::kBiasPlaces > 0) {
-      if (!has_bias<T>(a)) return;
+      if (!T::kBringsWords && !has_bias<T>(a)) return;
 #pragma unroll 1
       for (int piece = 0; piece < T::kBiasPieces; ++piece) {
         wait_for_bias(piece);
@@ -173,6 +173,10 @@ struct MaskedConsumer {
   __device__ __forceinline__ void complete(Beside& beside) const {
     if constexpr (T::kSlopesInProduct) beside.bias = bias_of_rows<kN>(a.m, work_at(work_tiles), beside.ahead);
     if constexpr (!T::kM192 && !T::kLateBits) beside.visible = find_visible(beside);
+    if constexpr (T::kBringsWords) {
+      beside.words.load(wait_for_bias(0) + warp_row() * 8);
+      free_bias(0);
+    }
   }
   __device__ __forceinline__ ScoreBits<kN> find_visible(const Beside& beside) const {
     return visible_scores<kN>(score_mod(), beside.mask, first_row(), first_col(), now.tests());
@@ -271,9 +275,11 @@ struct MaskedConsumer {
   }
   __device__ __forceinline__ void hide(const Beside& beside) {
     if constexpr (T::kM192) {
+      if constexpr (T::kBringsWords) beside.words.hide(s, now.tests());
+      const TileTests tests = T::kBringsWords ? now.tests() & ~kTestRows : now.tests();
       // The vote makes the branch warp-uniform; otherwise ptxas clones what follows.
-      if (!__any_sync(ptx::kFullWarp, now.tests() != 0)) return;
-      hide_tile(s, score_mod(), work_at(work_tiles), first_row(), first_col(), now.tests());
+      if (!__any_sync(ptx::kFullWarp, tests != 0)) return;
+      hide_tile(s, score_mod(), work_at(work_tiles), first_row(), first_col(), tests);
     } else if constexpr (T::kLateBits) {
       hide_scores(s, find_visible(beside));
     } else {

@@ -31,6 +31,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           schedule_mod_work<T>(a, maps, cta.smem, *cta.shared, cta.bars);
         } else if (warp == 1) {
           load_mod_tiles<T>(a, maps, cta.smem, *cta.shared, cta.bars);
+        } else if (T::kLoadsBeside && warp == 2) {
+          load_beside<T>(a, maps, cta.smem, *cta.shared, cta.bars);
         }
       },
       [&](const auto& cta, int group) { consume_masked<T>(a, maps, cta.smem, *cta.shared, cta.bars, group - 1); });

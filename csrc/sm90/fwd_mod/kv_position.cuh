@@ -19,11 +19,8 @@ struct KvPosition {
     return T::kM192 ? ring.stage - ago + (ring.stage < ago ? T::kKvStages : 0) : stage_of(used - ago, T::kKvStages);
   }
   __device__ __forceinline__ void advance() {
-    if constexpr (T::kM192) {
-      ring.advance();
-    } else {
-      ++used;
-    }
+    if constexpr (T::kM192) ring.advance();
+    if constexpr (!T::kM192 || T::kBrings) ++used;
   }
 };
 

@@ -89,8 +89,13 @@ std::string launch_fwd_mod_kind(const FwdCall& c, const Launch& l) {
       if (l.variant == ScoreVariant::kCap) return of_kind.template operator()<FwdModKind::kM192Cap>();
       if (l.variant == ScoreVariant::kDrop) return of_kind.template operator()<FwdModKind::kM192Drops>();
     }
+    if constexpr (has_m192_float_bias(D)) {
+      if (l.variant == ScoreVariant::kFloatBias) return of_kind.template operator()<FwdModKind::kM192FloatBias>();
+    }
     if constexpr (has_m192(D)) {
       if (l.variant == ScoreVariant::kHide) return of_kind.template operator()<FwdModKind::kM192Hides>();
+      if (l.variant == ScoreVariant::kBias) return of_kind.template operator()<FwdModKind::kM192Bias>();
+      if (l.variant == ScoreVariant::kWords) return of_kind.template operator()<FwdModKind::kM192Words>();
     }
     return not_compiled(l);
   }

@@ -191,6 +191,42 @@ __device__ __forceinline__ void hide_scores(float (&s)[kCount], const ScoreBits<
   }
 }
 
+// The same of 16 scores without predicates, of which there are seven: they would be made and read in turn.
+__device__ __forceinline__ void hide_16(float* s, const uint32_t (&words)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const uint32_t bits = words[half] << (7 - c);
+      float* const x = s + 2 * half + c;
+      x[0] = ptx::keep_where<0>(x[0], bits);
+      x[4] = ptx::keep_where<1>(x[4], bits);
+      x[8] = ptx::keep_where<2>(x[8], bits);
+      x[12] = ptx::keep_where<3>(x[12], bits);
+    }
+  }
+}
+
+// Words of this lane's rows for a tile of 64 keys, 8 bytes a row in shared memory. The rows have no others.
+struct BroughtWords {
+  uint2 of_row[2];
+
+  // `rows`: the address of those of the warp's first row.
+  __device__ __forceinline__ void load(uint32_t rows) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      of_row[half] = ptx::load_shared_words(rows + (ptx::fresh_lane() / 4 + 8 * half) * 8);
+    }
+  }
+  __device__ __forceinline__ void hide(float (&s)[32], TileTests tests) const {
+    if (!__any_sync(ptx::kFullWarp, (tests & kTestRows) != 0)) return;
+    const int shift = 2 * (ptx::fresh_lane() % 4);
+    hide_16(s, {of_row[0].x >> shift, of_row[1].x >> shift});
+    hide_16(s + 16, {of_row[0].y >> shift, of_row[1].y >> shift});
+    ptx::warpgroup_fence_operand(s);
+  }
+};
+
 // The same for a kernel that has no registers for the bits of a tile: 32 keys at a time, made where they are applied.
 template <int kCount>
 __device__ __forceinline__ void hide_tile(float (&s)[kCount], const ScoreMod& score_mod, const ModWorkTile& work,
@@ -217,11 +253,7 @@ __device__ __forceinline__ void hide_tile(float (&s)[kCount], const ScoreMod& sc
 #pragma unroll
       for (int half = 0; half < 2; ++half) seen[half] &= ~hidden[half];
     }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      float& x = s[16 * w + i];
-      x = (seen[i / 2 % 2] >> bit_in_word(i / 4 * 2 + i % 2) & 1) != 0 ? x : -INFINITY;
-    }
+    hide_16(s + 16 * w, seen);
   }
 }
 

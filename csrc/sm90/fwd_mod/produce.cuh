@@ -195,26 +195,94 @@ __device__ __forceinline__ void schedule_mod_work(const FwdModArgs& a, const Fwd
   publish(true);
 }
 
-// Second warp: loads K and V, and with each K its step; tiles of bias, or their parts, through a ring of their own.
-template <typename T>
-__device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdModMaps& maps, uint32_t smem,
-                                               ModShared<T>& shared, ModBarriers<T> bars) {
-  const Problem& p = a.plain.p.problem;
-  const int lane = threadIdx.x % 32;
-  KvLoader<T, ModBarriers<T>> kv{a.plain, maps.plain, smem, bars, lane};
-  PipelineState<T::kBiasPlaces> bias_ring{0, 1};
+// Where a lane's rows of words lie, from the first word of a work tile's first row on: row lane / 2 and every 16th behind it.
+// Rows behind the last one have its words, as hide_tile() wants them.
+template <int kRows>
+struct WordRows {
+  static constexpr int kCount = kRows / 16;
+  uint32_t at[kCount];  // in words; of 192 rows less than 2^32 of them
+  uint32_t inside;  // bit i: the mask has the row
+
+  __device__ __forceinline__ void find(const BitRows& mask, int row0, int seqlen_q) {
+    const int own = row0 + ptx::fresh_lane() / 2;
+    inside = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int row = min(own + 16 * i, seqlen_q - 1);
+      at[i] = static_cast<uint32_t>(row - row0) * static_cast<uint32_t>(mask.row_stride);
+      inside |= (row < mask.rows ? 1u : 0u) << i;
+    }
+  }
+};
+
+// Called by a warp: copies the words of 64 keys from `col0` on to 8 bytes a row, and has them complete a phase of `bar`,
+// which counts one arrival.
+template <int kRows>
+__device__ __forceinline__ void load_words(const BitRows& mask, const uint32_t* first_row, const WordRows<kRows>& rows,
+                                           int col0, uint32_t to, uint32_t bar) {
+  const int lane = ptx::fresh_lane(), word = col0 / 32 + lane % 2;
+  const uint32_t inside = word < mask.num_words ? rows.inside : 0;
+  const uint32_t* const from = first_row + word * mask.word_stride;
+#pragma unroll
+  for (int i = 0; i < rows.kCount; ++i) {
+    ptx::cp_async_4(to + i * 128 + lane * 4, from + rows.at[i], (inside >> i & 1) * 4);
+  }
+  ptx::cp_async_mbarrier_arrive(bar);
+  __syncwarp();
+  if (lane == 0) ptx::mbarrier_arrive(bar);
+}
+
+// Steps as the scheduler hands them on: use(work tile, step, whether it is the work tile's first, how many are left in the last
+// chunk of that or 0 in those before, whether it begins a chunk).
+template <typename T, typename Use>
+__device__ __forceinline__ void for_each_step(ModShared<T>& shared, ModBarriers<T> bars, int lane, const Use& use) {
   PipelineState<T::kWorkStages> work_ring;
   PipelineState<T::kChunkStages> chunk;
-  const auto load_bias = [&](const ModWorkTile& work, int tile) {
-    if (T::kBiasPlaces == 0 || a.bias_rows == 0) return;
-    // As many boxes for a part of 64 keys in fp32 as for a tile of 128 in 16 bits.
-    constexpr int kBoxes = T::kBlockN / 64, kBoxKeys = 64 / T::kBiasPieces;
+  bool is_first = true;  // chunk of its work tile
+#pragma unroll 1
+  while (true) {
+    wait(bars.chunk_full(chunk.stage), chunk.phase);
+    const int count = shared.chunks[chunk.stage].count;
+    const bool is_last = shared.chunks[chunk.stage].is_last;
+    if (count == 0) return;
+    const typename T::WorkTile& work = shared.work_tiles[work_ring.stage];
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      use(work, shared.chunks[chunk.stage].steps[i], is_first && i == 0, is_last ? count - i : 0, i == 0);
+    }
+    __syncwarp();
+    ptx::mbarrier_arrive_for_warp(bars.chunk_empty(chunk.stage), lane == 0);
+    chunk.advance();
+    is_first = is_last;
+    if (is_last) work_ring.advance();
+  }
+}
+
+// Tiles of a bias, their parts, or words of a mask, on their way to a ring of their own.
+template <typename T>
+struct BesideLoader {
+  const FwdModArgs& a;
+  const FwdModMaps& maps;
+  uint32_t smem;
+  ModBarriers<T> bars;
+  int lane;
+  PipelineState<T::kBiasPlaces> ring{0, 1};
+  WordRows<T::kBringsWords ? T::kBlockM : 16> rows{};
+
+  __device__ __forceinline__ void begin_work(const ModWorkTile& work) {
+    if constexpr (T::kBringsWords) rows.find(a.m.mask, work.w.block * T::kBlockM, work.seq.seqlen_q);
+  }
+  __device__ __forceinline__ void load(const ModWorkTile& work, int tile) {
+    if (T::kBiasPlaces == 0 || (!T::kBringsWords && a.bias_rows == 0)) return;
+    constexpr int kKeys = T::kBlockN / T::kBiasPieces, kBoxKeys = T::kFloat ? 32 : 64, kBoxes = kKeys / kBoxKeys;
 #pragma unroll 1
     for (int piece = 0; piece < T::kBiasPieces; ++piece) {
-      const uint32_t to = smem + T::kBiasAt + bias_ring.stage * T::kBiasBytes, bar = bars.bias_full(bias_ring.stage);
-      const int row0 = work.w.block * T::kBlockM, col0 = tile * T::kBlockN + kBoxKeys * kBoxes * piece;
-      wait(bars.bias_empty(bias_ring.stage), bias_ring.phase);
-      if constexpr (T::kLoose) {
+      const uint32_t to = smem + T::kBiasAt + ring.stage * T::kBiasBytes, bar = bars.bias_full(ring.stage);
+      const int row0 = work.w.block * T::kBlockM, col0 = tile * T::kBlockN + kKeys * piece;
+      wait(bars.bias_empty(ring.stage), ring.phase);
+      if constexpr (T::kBringsWords) {
+        load_words(a.m.mask, work.mask + row0 * a.m.mask.row_stride, rows, col0, to, bar);
+      } else if constexpr (T::kLoose) {
         load_loose_bias<T::kBlockM>(a.m.bias, work.seq.b, work.w.h, row0, col0, to, bar);
       } else if (lane == 0) {
         ptx::mbarrier_arrive_expect_tx(bar, kBoxes * a.bias_rows * 128);
@@ -224,38 +292,33 @@ __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdMod
                            work.w.h * a.bias_steps.head, work.seq.b * a.bias_steps.batch, 0);
         }
       }
-      bias_ring.advance();
+      ring.advance();
     }
-  };
-  bool is_first = true;  // chunk of its work tile
-#pragma unroll 1
-  while (true) {
-    wait(bars.chunk_full(chunk.stage), chunk.phase);
-    const int count = shared.chunks[chunk.stage].count;
-    const bool is_last = shared.chunks[chunk.stage].is_last;
-    if (count == 0) break;
-    const ModWorkTile& work = shared.work_tiles[work_ring.stage];
-    const int h = static_cast<int>(divide(work.w.h, a.plain.grid.shared));
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      // Fetch late: a tile claimed early cannot go to a CTA that is free before.
-      const bool dynamic = a.plain.scheduler.counter != nullptr;  // else nobody waits for that
-      if (dynamic && is_last && i == max(0, count - kModFetchAhead) && lane == 0) {
-        ptx::mbarrier_arrive(bars.work_ending());
-      }
-      Step step = shared.chunks[chunk.stage].steps[i];
-      if (is_first && i == 0) step.flags |= kFirstStep;
-      if (is_last && i == count - 1) step.flags |= kLastStep;
-      const RowCoordinates at = row_coordinates(p, work.w.k, work.w.b, step.tile * T::kBlockN);
-      kv.load_step(at, h, [&](int stage) { shared.steps[stage] = step; });
-      load_bias(work, step.tile);
-    }
-    __syncwarp();
-    ptx::mbarrier_arrive_for_warp(bars.chunk_empty(chunk.stage), lane == 0);
-    chunk.advance();
-    is_first = is_last;
-    if (is_last) work_ring.advance();
   }
+};
+
+// Second warp: loads K and V, and with each K its step; what stands beside the scores too, where no other warp does.
+template <typename T>
+__device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdModMaps& maps, uint32_t smem,
+                                               ModShared<T>& shared, ModBarriers<T> bars) {
+  const Problem& p = a.plain.p.problem;
+  const int lane = threadIdx.x % 32;
+  KvLoader<T, ModBarriers<T>> kv{a.plain, maps.plain, smem, bars, lane};
+  BesideLoader<T> beside{a, maps, smem, bars, lane};
+  int h = 0;
+  for_each_step<T>(shared, bars, lane, [&](const ModWorkTile& work, Step step, bool is_first, int left, bool begins) {
+    if (begins) h = static_cast<int>(divide(work.w.h, a.plain.grid.shared));
+    // Fetch late: a tile claimed early cannot go to a CTA that is free before.
+    const bool dynamic = a.plain.scheduler.counter != nullptr;  // else nobody waits for that
+    if (dynamic && (left == kModFetchAhead || (begins && left > 0 && left < kModFetchAhead)) && lane == 0) {
+      ptx::mbarrier_arrive(bars.work_ending());
+    }
+    if (is_first) step.flags |= kFirstStep;
+    if (left == 1) step.flags |= kLastStep;
+    kv.load_step(row_coordinates(p, work.w.k, work.w.b, step.tile * T::kBlockN), h,
+                 [&](int stage) { shared.steps[stage] = step; });
+    if constexpr (!T::kLoadsBeside) beside.load(work, step.tile);
+  });
   // A step without a tile tells the consumers that none is left.
   wait(bars.kv_empty(kv.ring.stage), kv.ring.phase);
   if (lane == 0) {
@@ -264,6 +327,18 @@ __device__ __forceinline__ void load_mod_tiles(const FwdModArgs& a, const FwdMod
   }
   kv.ring.advance();
   kv.load_v();
+}
+
+// Third warp, where T::kLoadsBeside: in the second one K and V would wait for what stands beside the scores.
+template <typename T>
+__device__ __forceinline__ void load_beside(const FwdModArgs& a, const FwdModMaps& maps, uint32_t smem,
+                                            ModShared<T>& shared, ModBarriers<T> bars) {
+  const int lane = threadIdx.x % 32;
+  BesideLoader<T> beside{a, maps, smem, bars, lane};
+  for_each_step<T>(shared, bars, lane, [&](const ModWorkTile& work, const Step& step, bool is_first, int, bool) {
+    if (is_first) beside.begin_work(work);
+    beside.load(work, step.tile);
+  });
 }
 
 }  // namespace flash_ext::sm90

@@ -95,6 +95,7 @@ int main() {
   for (int d : {64, 128}) {
     put_modified(d, sm90::m192_mod_tile(d), "nothing");
     put_modified(d, sm90::m192_bias_tile(d), "bias");
+    put_modified(d, sm90::m192_loose_bias_tile(d), "loose bias");
     if (sm90::has_m192_float_bias(d)) put_modified(d, sm90::m192_float_bias_tile(d), "bias in fp32");
     put_modified(d, sm90::m192_words_tile(d), "words");
   }

@@ -246,8 +246,8 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
   const NamedModifiers named(is_quantised ? std::vector<std::string>() : modifiers, p, cache_words.has_value());
   if (is_quantised && cache_words)
     throw py::value_error("the fp8 forward has no cache; words for one are e4m3 and int8");
-  if (own_lengths && !(is_quantised && packed)) {
-    throw py::value_error("lengths of their own go with packed sequences of fp8; over a cache every sequence has one");
+  if (own_lengths && !is_quantised) {
+    throw py::value_error("seqused goes with fp8 or mixed; over a cache every sequence has a length of its own");
   }
   if (slot_factors && (!cache_words || in_16_bits)) {
     throw py::value_error("factors of slots go with a cache of 8 bits");

@@ -200,7 +200,9 @@ bool supports_bias(Req r, Dev d) {
   const int block_m = sm90::fwd_mod_tile(masked_dim(r.problem)).plain().block_m();
   return supports_bias_alone(r, d) && sm90::staged_bias_rows(r.modifiers->bias, r.problem, block_m) > 0;
 }
-bool supports_bias_m192(Req r, Dev d) { return supports_bias(r, d) && sm90::has_m192(masked_dim(r.problem)); }
+bool supports_bias_m192(Req r, Dev d) {
+  return supports_bias(r, d) && sm90::has_m192(masked_dim(r.problem)) && !r.modifiers->bias.is_loose;
+}
 // Rows have no other words there.
 bool supports_words_m192(Req r, Dev d) {
   const Modifiers& m = *r.modifiers;
@@ -228,7 +230,10 @@ bool supports_float_bias_m192(Req r, Dev d) {
   return supports_float_bias(r, d) && sm90::has_m192_float_bias(masked_dim(r.problem));
 }
 bool prefers_bias_m192(Req r, Dev d) {
-  return sm90::m192_fits(r.problem, *r.modifiers, d, r.constraints, sm90::M128Cost::beside(r.problem));
+  return sm90::prefers_m192_bias(r.problem, *r.modifiers, d, r.constraints, sm90::M128Cost::beside(r.problem));
+}
+bool prefers_loose_bias_m192(Req r, Dev d) {
+  return sm90::prefers_m192_bias(r.problem, *r.modifiers, d, r.constraints, sm90::M128Cost::loose_bias(r.problem));
 }
 bool prefers_words_m192(Req r, Dev d) { return sm90::prefers_m192_words(r.problem, *r.modifiers, d, r.constraints); }
 bool prefers_hide_m192(Req r, Dev d) { return sm90::prefers_m192(r.problem, *r.modifiers, d, r.constraints); }
@@ -236,7 +241,7 @@ bool prefers_hide_m192(Req r, Dev d) { return sm90::prefers_m192(r.problem, *r.m
 template <bool kM192, ScoreVariant kVariant>
 constexpr sm90::FwdModTile mod_tile(int size) {
   if (kVariant == kWords) return sm90::m192_words_tile(size);
-  if (kVariant == kLooseBias) return sm90::loose_bias_tile(size);
+  if (kVariant == kLooseBias) return kM192 ? sm90::m192_loose_bias_tile(size) : sm90::loose_bias_tile(size);
   if (kVariant == kFloatBias) return kM192 ? sm90::m192_float_bias_tile(size) : sm90::float_bias_tile(size);
   if (kM192) return kVariant == kBias ? sm90::m192_bias_tile(size) : sm90::m192_mod_tile(size);
   return sm90::fwd_mod_tile(size);
@@ -320,6 +325,8 @@ constexpr Row kHopper[] = {
      E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.drop", supports_drop_m192, prefers_drop_m192, build_hopper_mod<true, kDrop>,
      E::kMaskedM192},
+    {F::kFwdMod, "sm90.fwd_mod.m192.loose_bias", supports_loose_bias, prefers_loose_bias_m192,
+     build_hopper_mod<true, kLooseBias>, E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.bias", supports_bias_m192, prefers_bias_m192, build_hopper_mod<true, kBias>,
      E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.float_bias", supports_float_bias_m192, prefers_bias_m192,

@@ -178,6 +178,8 @@ struct M128Cost {
   static M128Cost hides() { return {125}; }
   static M128Cost slopes(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 1000 : 125}; }
   static M128Cost beside(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 119 : 108}; }
+  // What tiles that end a sequence cost leaves little of it.
+  static M128Cost loose_bias(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 103 : 101}; }
   static M128Cost caps() { return {1000}; }
   static M128Cost drops(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 1000 : 106}; }
 };
@@ -271,9 +273,20 @@ inline bool prefers_m192(const Problem& p, const Modifiers& m, const DeviceInfo&
   return !adds && m192_fits(p, m, d, c, M128Cost::hides());
 }
 
+// Of up to 128 rows the tile is one of either height. Beside a bias in fp32 higher ones gain from some 1000 rows on.
+inline constexpr int kLowRows = 128, kLowFloatRows = 640;
+inline bool takes_m192_beside(const Problem& p, const DeviceInfo& d, const Constraints& c, M128Cost cost,
+                              int low_rows) {
+  const bool is_low = !p.is_varlen() && p.seqlen_q <= low_rows && !c.fwd_block_m;
+  return !is_low && !takes_m128(p, d, c, cost);
+}
 inline bool prefers_m192_words(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
   const bool adds = m.has_score_mod || !(p.softmax_scale > 0.f) || m.rng != nullptr;
-  return !adds && has_row_words(m) && !takes_m128(p, d, c, M128Cost::beside(p));
+  return !adds && has_row_words(m) && takes_m192_beside(p, d, c, M128Cost::beside(p), kLowRows);
+}
+inline bool prefers_m192_bias(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c,
+                              M128Cost cost) {
+  return !has_mixed_tiles(m) && takes_m192_beside(p, d, c, cost, m.bias.is_float ? kLowFloatRows : kLowRows);
 }
 
 // The same of calls with one modifier of scores or weights beside what hides. With slopes, which are

@@ -234,7 +234,10 @@ def test_block_masks_refuse() -> None:
 @pytest.mark.parametrize(
     ("shapes", "words"),
     [
-        (((2, 8, 100, 16), (2, 8, 128, 16)), r'got 100 and 128\. Tensors of shape .* need layout="bhsd", and transpose'),
+        (
+            ((2, 8, 100, 16), (2, 8, 128, 16)),
+            r'got 100 and 128\. Tensors of shape .* need layout="bhsd", and transpose',
+        ),
         (((2, 8, 100, 16), (2, 2, 128, 16)), r'need layout="bhsd", and transpose'),
         (((2, 100, 8, 16), (2, 128, 3, 16)), r"got 8 and 3\.$"),
         (((100, 8, 16), (100, 8, 16)), r"Packed sequences go into attention_varlen\.$"),

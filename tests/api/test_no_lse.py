@@ -393,6 +393,7 @@ def row_calls() -> Iterator[RowCall]:
         ("sm80.fwd_mod", "bias", "mask"), ("sm80.fwd_mod", "sinks", "dropout"),
         ("sm90.fwd_mod.m192.slopes", "alibi"), ("sm90.fwd_mod.m192.cap", "softcap"),
         ("sm90.fwd_mod.m192.bias", "bias"), ("sm90.fwd_mod.m192.words", "mask"),
+        ("sm90.fwd_mod.m192.loose_bias", "full_bias"),
         ("sm90.fwd_mod.m192.hide", "key_padding"), ("sm90.fwd_mod.m128.exponents", "alibi"),
         ("sm90.fwd_mod.m128.bias", "bias"), ("sm90.fwd_mod.m128.drop", "dropout"),
         ("sm90.fwd_mod.m128.loose_bias", "full_bias"), ("sm90.fwd_mod.m128.float_bias", "float_bias"),

@@ -59,9 +59,9 @@ HOPPER_MOD_KINDS = (0, 2)  # scores hidden only, or all there is
 HOPPER_MOD_OWN_KINDS = (1, 3)  # of head_dim 128: weights dropped, slopes or a softcap alone
 # A bias alone: one that TMA brings, one whose rows begin anywhere, one in fp32.
 HOPPER_MOD_BIAS_KINDS, HOPPER_MOD_BIAS_HEAD_DIMS = (4, 5, 6), (64, 128)
-# In higher tiles: scores hidden, slopes, a softcap, weights dropped, a bias of 16 bits, words of a mask.
-HOPPER_MOD_TALL_KINDS, HOPPER_MOD_TALL_HEAD_DIMS = (7, 8, 9, 10, 11, 13), (64, 128)
-HOPPER_MOD_TALL_FLOAT_KINDS, HOPPER_MOD_TALL_FLOAT_HEAD_DIMS = (12,), (64,)  # a bias in fp32
+# In higher tiles: scores hidden, slopes, a softcap, weights dropped, a bias of 16 bits, a loose one, a mask.
+HOPPER_MOD_TALL_KINDS, HOPPER_MOD_TALL_HEAD_DIMS = (7, 8, 9, 10, 11, 12, 14), (64, 128)
+HOPPER_MOD_TALL_FLOAT_KINDS, HOPPER_MOD_TALL_FLOAT_HEAD_DIMS = (13,), (64,)  # a bias in fp32
 HOPPER_BWD_MOD = ("bwd_mod_sm90_kernel",)
 HOPPER_BWD_MOD_HEAD_DIMS = (64, 128)
 # Each has a kernel: hidden, added, added with a bias in fp32, capped, dropped, added and dropped.

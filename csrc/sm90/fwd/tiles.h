@@ -128,6 +128,11 @@ constexpr FwdModTile m192_bias_tile(int d) {
   if (d > 64) t.q_stages = 1;
   return t;
 }
+constexpr FwdModTile m192_loose_bias_tile(int d) {
+  FwdModTile t = m192_tile_beside(d, d <= 64 ? 3 : 2, kLoosePitch);
+  if (d > 64) t.kv_stages = 4, t.q_stages = 1;
+  return t;
+}
 // At head_dim 128 lower tiles are as fast.
 constexpr bool has_m192_float_bias(int d) { return d == 64; }
 constexpr FwdModTile m192_float_bias_tile(int d) {
@@ -149,6 +154,7 @@ constexpr bool tiles_fit() {
   for (int d : {64, 128}) {
     if (m192_mod_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
     if (m192_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
+    if (m192_loose_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
     if (m192_words_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
     if (has_m192_float_bias(d) && m192_float_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
     if (loose_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;

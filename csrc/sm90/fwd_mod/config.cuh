@@ -52,6 +52,7 @@ enum class FwdModKind {
   kM192Cap,
   kM192Drops,
   kM192Bias,
+  kM192LooseBias,
   kM192FloatBias,
   kM192Words
 };
@@ -130,7 +131,7 @@ struct FwdModTraits {
   static constexpr FwdModKind kKind = Kind;
   static constexpr bool kM192 = Kind >= FwdModKind::kM192Hides;  // tiles of 192 queries instead of 128
   static constexpr bool kSlopesInProduct = Kind == FwdModKind::kM192Slopes;  // see fwd_mod/slopes.cuh
-  static constexpr bool kLoose = Kind == FwdModKind::kLooseBias;
+  static constexpr bool kLoose = Kind == FwdModKind::kLooseBias || Kind == FwdModKind::kM192LooseBias;
   static constexpr bool kFloat = Kind == FwdModKind::kFloatBias || Kind == FwdModKind::kM192FloatBias;
   static constexpr bool kInParts = kLoose || kFloat;
   static constexpr bool kBringsBias = Kind == FwdModKind::kBias || Kind == FwdModKind::kM192Bias || kInParts;
@@ -155,7 +156,7 @@ struct FwdModTraits {
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr FwdModTile tile() {
     if (kBringsWords) return m192_words_tile(D);
-    if (kLoose) return loose_bias_tile(D);
+    if (kLoose) return kM192 ? m192_loose_bias_tile(D) : loose_bias_tile(D);
     if (kFloat) return kM192 ? m192_float_bias_tile(D) : float_bias_tile(D);
     if (kM192) return kBringsBias ? m192_bias_tile(D) : m192_mod_tile(D);
     return fwd_mod_tile(D);

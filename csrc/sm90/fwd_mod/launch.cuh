@@ -95,6 +95,7 @@ std::string launch_fwd_mod_kind(const FwdCall& c, const Launch& l) {
     if constexpr (has_m192(D)) {
       if (l.variant == ScoreVariant::kHide) return of_kind.template operator()<FwdModKind::kM192Hides>();
       if (l.variant == ScoreVariant::kBias) return of_kind.template operator()<FwdModKind::kM192Bias>();
+      if (l.variant == ScoreVariant::kLooseBias) return of_kind.template operator()<FwdModKind::kM192LooseBias>();
       if (l.variant == ScoreVariant::kWords) return of_kind.template operator()<FwdModKind::kM192Words>();
     }
     return not_compiled(l);

@@ -72,7 +72,7 @@ def asking(target: Target) -> Target:
 
 @pytest.mark.parametrize(("row", "mods"), [x for x in CALLS if x[0] != LOOSE and "blocks" not in x[1]])
 def test_these_calls_have_these_rows(pretended_gpu, row: str, mods: str) -> None:
-    """Else what follows says nothing about the kernels. An explanation knows no size of blocks, and no odd rows."""
+    """Else what follows says nothing about the kernels. Explanations know no odd rows and sizes of blocks."""
     for case in cases_of(row, mods, 64):
         x = make_modifier_inputs(ModifierCase(case, tuple(mods.split(","))), "cpu")
         bounds = (x.plain.cu_seqlens_q, x.plain.cu_seqlens_k) if case.is_packed else ()

@@ -49,6 +49,7 @@ CROSS_KEYS = 77
 MOST_SCORES, MOST_ELEMENTS, MOST_BATCH = 2**28, 2**26, 2**15
 OURS, PEER = "flash_ext", "efficient"
 NEIGHBOURS = 2.0  # times the time of a neighbour
+NEARLY, AGAIN = 0.97, 10  # of that, from where on points are measured again, and for how many times as long
 
 
 @dataclass
@@ -190,30 +191,59 @@ def kernel_of(call: timing.Call) -> str:
         _C.set_switch("record_launches", None)
 
 
-def sweep(head_dims: list[int], seqlens: list[int], kinds: list[str] | None, timer: timing.Timer,
-          speeds: tuple[float, float], seconds: float) -> Iterator[Point]:  # fmt: skip
-    """All points, one after the other. speeds: bytes and operations a microsecond."""
+Place = tuple[int, int, int, str]  # head_dim, seqlen, heads, kind
+
+
+def places(head_dims: list[int], seqlens: list[int], kinds: list[str] | None) -> Iterator[Place]:
+    """Where the sweep has points, two each."""
     for head_dim in head_dims:
         for seqlen in seqlens:
             for heads, kind in classes(head_dim, kinds):
-                seqlen_k = CROSS_KEYS if kind == "cross" else seqlen
-                batch = batch_of(seqlen, seqlen_k, heads, head_dim)
-                calls = calls_of(head_dim, seqlen, seqlen_k, batch, heads, kind)
-                for at, (direction, both) in enumerate((("fwd", calls.forward), ("bwd", calls.backward))):
-                    samples, failures = timing.measure(both, timer, 2, seconds)
-                    us = {name: 1e3 * sample.quartiles()[1] for name, sample in samples.items()}
-                    product = 2.0 * calls.scores * head_dim
-                    floor = calls.bytes[at] / speeds[0] + (2, 5)[at] * product / speeds[1]
-                    ours = us.get(OURS)
-                    kernel = kernel_of(both[OURS]) if ours else ""
-                    point = Point(head_dim, seqlen, batch, heads, kind, direction, ours, us.get(PEER),
-                                  ours and ours / floor, calls.scores, kernel,
-                                  str(failures.get(OURS, "")))  # fmt: skip
-                    if PEER in failures:
-                        print(f"{PEER} refuses {point.name}: {failures[PEER]}"[:150], file=sys.stderr)
-                    yield point
-                del calls
-            torch.cuda.empty_cache()
+                yield head_dim, seqlen, heads, kind
+
+
+def measured_at(
+    place: Place, timer: timing.Timer, speeds: tuple[float, float], seconds: float
+) -> Iterator[Point]:
+    """Its points, forward and backward. speeds: bytes and operations a microsecond."""
+    head_dim, seqlen, heads, kind = place
+    seqlen_k = CROSS_KEYS if kind == "cross" else seqlen
+    batch = batch_of(seqlen, seqlen_k, heads, head_dim)
+    calls = calls_of(head_dim, seqlen, seqlen_k, batch, heads, kind)
+    for at, (direction, both) in enumerate((("fwd", calls.forward), ("bwd", calls.backward))):
+        samples, failures = timing.measure(both, timer, 2, seconds)
+        us = {name: 1e3 * sample.quartiles()[1] for name, sample in samples.items()}
+        product = 2.0 * calls.scores * head_dim
+        floor = calls.bytes[at] / speeds[0] + (2, 5)[at] * product / speeds[1]
+        ours = us.get(OURS)
+        kernel = kernel_of(both[OURS]) if ours else ""
+        point = Point(head_dim, seqlen, batch, heads, kind, direction, ours, us.get(PEER),
+                      ours and ours / floor, calls.scores, kernel, str(failures.get(OURS, "")))  # fmt: skip
+        if PEER in failures:
+            print(f"{PEER} refuses {point.name}: {failures[PEER]}"[:150], file=sys.stderr)
+        yield point
+    del calls
+    torch.cuda.empty_cache()
+
+
+def doubtful(points: list[Point]) -> list[Place]:
+    """Places of the points above or near NEIGHBOURS times a neighbour, and of those neighbours."""
+    found: dict[Place, None] = {}
+    for point, beside in neighbours(points):
+        for other in beside:
+            if steepness(point, other) > NEARLY * NEIGHBOURS:
+                found |= dict.fromkeys((p.head_dim, p.seqlen, p.num_heads, p.kind) for p in (point, other))
+    return list(found)
+
+
+def sweep(wanted: list[Place], timer: timing.Timer, speeds: tuple[float, float],
+          seconds: float) -> list[Point]:  # fmt: skip
+    """All points. Where one may be a cliff it and its neighbour are measured again, longer: of few launches
+    medians differ by a percent."""
+    found = {place: list(measured_at(place, timer, speeds, seconds)) for place in wanted}
+    for place in doubtful([point for both in found.values() for point in both]):
+        found[place] = list(measured_at(place, timer, speeds, AGAIN * seconds))
+    return [point for both in found.values() for point in both]
 
 
 def refused(points: list[Point]) -> list[str]:
@@ -294,7 +324,7 @@ def main() -> int:
     speeds = (timing.copy_gbps(timer, device) * 1e3, matmul * 1e6)
     head_dims, seqlens = ([int(n) for n in text.split(",")] for text in (options.head_dims, options.seqlens))
     kinds = options.kinds.split(",") if options.kinds else None
-    points = list(sweep(head_dims, seqlens, kinds, timer, speeds, options.seconds))
+    points = sweep(list(places(head_dims, seqlens, kinds)), timer, speeds, options.seconds)
     found, strict = faults(points), cliffs(points, by_score)
     for title, lines in found.items():
         print(f"{len(lines)} of {len(points)} points {title}", *lines, sep="\n  ")

@@ -130,3 +130,27 @@ def test_work_is_about_constant() -> None:
                 assert scores <= cliffs.MOST_SCORES and elements <= cliffs.MOST_ELEMENTS
                 full = scores > 0.4 * cliffs.MOST_SCORES or elements > 0.4 * cliffs.MOST_ELEMENTS
                 assert full or batch == cliffs.MOST_BATCH
+
+
+def test_what_may_be_a_cliff_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The point and its neighbour, ten times as long; their first times do not count."""
+    first, asked = {16: 100.0, 49: 101.0, 77: 204.0, 128: 150.0}, []
+
+    def measured_at(place: cliffs.Place, timer: object, speeds: object, seconds: float) -> list[Point]:
+        head_dim, seqlen, heads, kind = place
+        asked.append((seqlen, seconds))
+        us = first[seqlen] if seconds < 1 else 100.0
+        return [Point(head_dim, seqlen, 8, heads, kind, "fwd", us, 1000.0, us / 10, 1e6)]
+
+    monkeypatch.setattr(cliffs, "measured_at", measured_at)
+    wanted = [(64, seqlen, 12, "plain") for seqlen in first]
+    points = cliffs.sweep(wanted, None, (1.0, 1.0), 0.1)
+    assert asked[4:] == [(77, 1.0), (49, 1.0)]
+    assert [p.seqlen for p in points] == list(first)
+    assert cliffs.cliffs(points) == []
+
+
+def test_a_sweep_goes_to_every_place() -> None:
+    found = list(cliffs.places([64, 128], [16, 49], ["plain", "cross"]))
+    assert len(found) == len(set(found)) == 12  # plain also with one head
+    assert (128, 49, 1, "plain") in found and (64, 16, 12, "cross") in found

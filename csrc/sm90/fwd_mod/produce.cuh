@@ -1,5 +1,5 @@
 // The producers of the sm90 forward with modifiers. The first warp finds out which tiles of keys a work tile visits and
-// what their scores are tested for; the second one loads them.
+// what their scores are tested for. The second one loads them, and a bias, for which m192 has a third (T::kLoadsBeside).
 #pragma once
 
 #include "../fwd/produce.cuh"

@@ -178,7 +178,7 @@ struct M128Cost {
   static M128Cost hides() { return {125}; }
   static M128Cost slopes(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 1000 : 125}; }
   static M128Cost beside(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 119 : 108}; }
-  // What tiles that end a sequence cost leaves little of it.
+  // Little: the last tile of a sequence copies all its rows, whether they are there or not.
   static M128Cost loose_bias(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 103 : 101}; }
   static M128Cost caps() { return {1000}; }
   static M128Cost drops(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 1000 : 106}; }

@@ -38,7 +38,8 @@ struct FwdModArgs {
 // kExponents knows slopes or a softcap, kBias a bias of 16 bits that TMA brings, kLooseBias a loose one (loose_bias.cuh),
 // kFloatBias one in fp32, all without dropout or one of the others.
 // kM192Hides hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to whole tiles what that kernel
-// does. The others of m192 have slopes, a softcap, dropout, a bias of 16 bits or a mask of bits besides, and need them.
+// does. The others of m192 have slopes, a softcap, dropout, one of the three kinds of bias or words of a bool mask besides,
+// and need them.
 enum class FwdModKind {
   kHides,
   kDrops,

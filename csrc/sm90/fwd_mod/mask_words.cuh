@@ -227,7 +227,7 @@ struct BroughtWords {
   }
 };
 
-// The same for a kernel that has no registers for the bits of a tile: 32 keys at a time, made where they are applied.
+// hide_scores() for a kernel that has no registers for the bits of a tile: 32 keys at a time, made where they are applied.
 template <int kCount>
 __device__ __forceinline__ void hide_tile(float (&s)[kCount], const ScoreMod& score_mod, const ModWorkTile& work,
                                           int row0, int col0, TileTests tests) {

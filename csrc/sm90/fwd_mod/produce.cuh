@@ -1,5 +1,6 @@
 // The producers of the sm90 forward with modifiers. The first warp finds out which tiles of keys a work tile visits and
-// what their scores are tested for. The second one loads them, and a bias, for which m192 has a third (T::kLoadsBeside).
+// what their scores are tested for. The second one loads them, and a bias. In m192 a third one has the bias, or the words of a
+// bool mask (T::kLoadsBeside).
 #pragma once
 
 #include "../fwd/produce.cuh"
@@ -232,8 +233,8 @@ __device__ __forceinline__ void load_words(const BitRows& mask, const uint32_t* 
   if (lane == 0) ptx::mbarrier_arrive(bar);
 }
 
-// Steps as the scheduler hands them on: use(work tile, step, whether it is the work tile's first, how many are left in the last
-// chunk of that or 0 in those before, whether it begins a chunk).
+// Steps as the scheduler hands them on, chunk by chunk: use(work, step, is_first, left, begins). is_first: of its work tile.
+// left: how many steps the work tile still has, this one counted, in its last chunk; 0 in those before. begins: a chunk.
 template <typename T, typename Use>
 __device__ __forceinline__ void for_each_step(ModShared<T>& shared, ModBarriers<T> bars, int lane, const Use& use) {
   PipelineState<T::kWorkStages> work_ring;

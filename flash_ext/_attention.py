@@ -13,7 +13,7 @@ Source: FlashAttention-2, Dao 2023, https://arxiv.org/abs/2307.08691.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -341,7 +341,7 @@ def attention_varlen(
     if seqused_k is not None or block_table is not None:
         wants_max = return_aux is not None and getattr(return_aux, "max_scores", False)
         if dropout_p or generator is not None or wants_max:
-            _refuse_over_cache(dropout_p=dropout_p or None, generator=generator, max_scores=wants_max or None)
+            refuse_over_cache(dropout_p=dropout_p or None, generator=generator, max_scores=wants_max or None)
         wants_lse = return_aux is not None and _wants(return_aux)[0]
         out, lse = run_cached(
             q, k, v, cu_seqlens_q, None if block_table is not None else cu_seqlens_k, seqused_k, block_table,
@@ -350,10 +350,7 @@ def attention_varlen(
         )  # fmt: skip
         return out if return_aux is None else (out, AuxOutput(lse if wants_lse else None))
     if k_descale is not None or v_descale is not None:
-        raise NotImplementedError(
-            "k_descale and v_descale belong to a cache (seqused_k, block_table). Fp8Inputs.of takes tensors "
-            "in e4m3 without one."
-        )
+        refuse_factors_without_cache()
     if isinstance(cu_seqlens_q, Tensor) and cu_seqlens_q.is_cpu:
         check_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
     if (
@@ -382,13 +379,20 @@ def attention_varlen(
     return out if return_aux is None else (out, aux)
 
 
-def _refuse_over_cache(**options: Any) -> None:
+def refuse_over_cache(**options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise NotImplementedError(
                 f"{name} is not available over a cache (seqused_k, block_table). Gather the keys, and call "
                 "attention_varlen without these arguments."
             )
+
+
+def refuse_factors_without_cache() -> NoReturn:
+    raise NotImplementedError(
+        "k_descale and v_descale belong to a cache (seqused_k, block_table). Fp8Inputs.of takes tensors in "
+        "e4m3 without one."
+    )
 
 
 def _wants(request: Any) -> tuple[bool, bool]:

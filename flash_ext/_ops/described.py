@@ -46,11 +46,9 @@ def described(
         of_backward: the call is the backward, which makes the gradients that its modifiers want.
         on_another_gpu: ``_C.plan`` gets the facts of the GPU as numbers.
     """
-    assumed: list[str] = []
-    if on_another_gpu and _C.get_switch("batch_invariant") == 1:
-        assumed.append("the batch-invariant mode is off, here it is on")
-    if q.shape[-2] > 1 and q.stride(-2) == 0 and not of_backward:
-        assumed.append("q has heads of its own, here it repeats one")
+    assumed = _of_every_call(on_another_gpu)
+    if not of_backward:
+        assumed += _of_heads(q)
     if mods is None:
         return Described([], assumed)
     if not 2.0**-60 <= scale <= 2.0**10:  # beyond it and at factors below 0 some kernels are not taken
@@ -74,6 +72,36 @@ def described(
         if is_there
     ]
     return Described(words, assumed)
+
+
+def described_over_cache(
+    q: Tensor, mods: Modifiers, has_tree: bool, *, copies_q: bool, on_another_gpu: bool
+) -> Described:
+    """The same of a call over a cache, whose plan asks which modifiers there are, and nothing about them.
+
+    Args:
+        has_tree: its mask is a TokenTree.
+        copies_q: the kernel reads a contiguous copy of q.
+    """
+    assumed = _of_every_call(on_another_gpu) + ([] if copies_q else _of_heads(q))
+    bias = mods.bias
+    found = {
+        "softcap": mods.softcap > 0, "alibi": mods.slopes is not None,
+        "relative": bias is not None and bias.dim() == 3, "bias": bias is not None and bias.dim() == 4,
+        **_mask(mods.mask), "documents": mods.document_k is not None, "sinks": mods.sinks is not None,
+        "tree": has_tree,
+    }  # fmt: skip
+    return Described([name for name, is_there in found.items() if is_there], assumed)
+
+
+def _of_every_call(on_another_gpu: bool) -> list[str]:
+    is_unknown = on_another_gpu and _C.get_switch("batch_invariant") == 1
+    return ["the batch-invariant mode is off, here it is on"] if is_unknown else []
+
+
+def _of_heads(q: Tensor) -> list[str]:
+    repeats = q.shape[-2] > 1 and q.stride(-2) == 0
+    return ["q has heads of its own, here it repeats one"] if repeats else []
 
 
 _BIASES = ("bias", "full_bias", "float_bias", "relative")

@@ -13,7 +13,7 @@ from .._masks.atoms import Dense, Documents, KeyMask
 from .._masks.biases import ALiBi
 from .._masks.token_tree import MOST_TOKENS, TokenTree
 from .._masks.value import Mask, Sizes, leaves
-from .arguments import added, bias_value, mask_value
+from .arguments import added, bias_value, bound, mask_value
 from .calls import keep_over_cache, kept_over_cache
 from .dispatch import check_bounds, explain_options, explain_tensors, operator_options, refuse_tensor_scale
 from .library import _C
@@ -24,6 +24,64 @@ _is_compiling = torch.compiler.is_compiling
 
 # Reads values on a GPU as well, which waits for it: for finding a wrong table.
 CHECKS_DEVICE = os.environ.get("FLASH_EXT_CHECK", "0") not in ("", "0")
+
+Masks = tuple[Tensor | None, Tensor | None, Tensor | None]
+_NO_MASKS: Masks = (None, None, None)
+_BOUNDS = {int, type(None)}
+
+
+# causal and window with the bands of the mask, slopes, sinks, the words of a tree, other masks, and the bias.
+OverCache = tuple[Any, tuple[int, int], Tensor | None, Tensor | None, Tensor | None, Masks, Tensor | None]
+
+
+def modifiers_over_cache(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    scale: float | None,
+    causal: Any,
+    window: tuple[int, int],
+    backend: str | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    mask: Any,
+    bias: Any,
+) -> OverCache:
+    """Reads those arguments of :func:`run_cached`; gives what its operator takes for them.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: an argument does not fit, or has no kernel over a cache.
+    """
+    total = None
+    if bias is not None:
+        if isinstance(bias, ALiBi):
+            slopes = bias.slopes
+        else:
+            total, slopes = _added(bias, q, cu_seqlens_q, _is_bytes(k))
+    if slopes is not None or sinks is not None:
+        check_of_heads(q, slopes=slopes, sinks=sinks)
+    words, masks = None, _NO_MASKS
+    if isinstance(mask, TokenTree):
+        words = _words_of(mask, q, cu_seqlens_q, window, slopes)
+        if total is not None:
+            raise NotImplementedError("a TokenTree has no bias beside it.")
+        causal, window = False, (-1, -1)
+    elif mask is not None:
+        found = None
+        if not _is_compiling():
+            if {type(max_seqlen_q), type(max_seqlen_k)} <= _BOUNDS and cu_seqlens_k is None:
+                found = kept_over_cache(mask, q, cu_seqlens_q, causal, window)
+            if found is None:
+                explain_options(max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
+        if found is None:
+            found = _prepared_of(mask, q, cu_seqlens_q, cu_seqlens_k, causal, window)
+        masks = (found.mods.mask, found.mods.document_q, found.mods.document_k)
+        causal, window = False, found.window
+    slopes, sinks = _as_operators_take(q, slopes), _as_operators_take(q, sinks)
+    return causal, window, slopes, sinks, words, masks, total
 
 
 def run_cached(
@@ -68,33 +126,13 @@ def run_cached(
     """
     if scale is not None and isinstance(scale, Tensor):
         refuse_tensor_scale()
-    total = None
-    if bias is not None:
-        if isinstance(bias, ALiBi):
-            slopes = bias.slopes
-        else:
-            total, slopes = _added(bias, q, cu_seqlens_q, _is_bytes(k))
     places = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-    if slopes is not None or sinks is not None:
-        check_of_heads(q, slopes=slopes, sinks=sinks)
-    words, masks = None, _NO_MASKS
-    if isinstance(mask, TokenTree):
-        words = _words_of(mask, q, cu_seqlens_q, window, slopes)
-        if total is not None:
-            raise NotImplementedError("a TokenTree has no bias beside it.")
-        causal, window = False, (-1, -1)
-    elif mask is not None:
-        found = None
-        if not _is_compiling():
-            if {type(max_seqlen_q), type(max_seqlen_k)} <= _BOUNDS and cu_seqlens_k is None:
-                found = kept_over_cache(mask, q, cu_seqlens_q, causal, window)
-            if found is None:
-                explain_options(max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
-        if found is None:
-            found = _prepared_of(mask, q, cu_seqlens_q, cu_seqlens_k, causal, window)
-        masks = (found.mods.mask, found.mods.document_q, found.mods.document_k)
-        causal, window = False, found.window
-    slopes, sinks = _as_operators_take(q, slopes), _as_operators_take(q, sinks)
+    words, masks, total = None, _NO_MASKS, None
+    if mask is not None or bias is not None or sinks is not None or slopes is not None:
+        causal, window, slopes, sinks, words, masks, total = modifiers_over_cache(
+            q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window, backend,
+            slopes, sinks, mask, bias,
+        )  # fmt: skip
     if _is_compiling():
         options = operator_options(q, max_seqlen_q, max_seqlen_k, scale, causal, window, None, backend)
         traced: tuple[Tensor, Tensor] = torch.ops.flash_ext.fwd_cached.default(
@@ -115,8 +153,8 @@ def run_cached(
             total,
         )
         return traced
-    most_q = max_seqlen_q if type(max_seqlen_q) is int else None
-    most_k = max_seqlen_k if type(max_seqlen_k) is int else None
+    most_q = max_seqlen_q if type(max_seqlen_q) in _BOUNDS else bound(max_seqlen_q)
+    most_k = max_seqlen_k if type(max_seqlen_k) in _BOUNDS else bound(max_seqlen_k)
     try:
         left, right = window
         if CHECKS_DEVICE or q.is_cpu:
@@ -142,11 +180,6 @@ def tree_of(mask: Any) -> TokenTree | None:
         f"mask must be a masks.TokenTree or None here, got {type(mask).__qualname__}. attention_varlen takes "
         "others over a cache."
     )
-
-
-Masks = tuple[Tensor | None, Tensor | None, Tensor | None]
-_NO_MASKS: Masks = (None, None, None)
-_BOUNDS = {int, type(None)}
 
 
 def _prepared_of(

@@ -1,7 +1,8 @@
 # make test, make demo: everything they need is set up on the first run and reused afterwards.
 #
 #   VENV=auto      .venv, made here and filled with the pinned torch; python3 itself where no package index can
-#                  be reached and it already has a CUDA build of torch (default)
+#                  be reached and it already has a CUDA build of torch (default). While there is no .venv, make demo
+#                  takes python3 as it is if that has all it needs
 #   VENV=system    python3 as it is, with the torch it has
 #   VENV=folder    another virtual environment
 #   PYTHON=...     the interpreter to start from
@@ -29,9 +30,27 @@ endef
 export CHECK
 checked = $(firstword $(wildcard $(VENV:auto=.venv)/bin/python) $(PYTHON)) -c "$$CHECK"
 
+# Whether python3 has a CUDA build of torch that fits, and what compiles flash_ext for it. Its arguments are modules.
+define FITS
+import sys
+sys.path.insert(0, "csrc")
+from build_backend import environment, prepare
+try:
+    prepare.check_system(sys.argv[1:])
+    nvcc = environment.check_toolkit().nvcc
+    import torch
+    assert torch.version.cuda
+except Exception:
+    raise SystemExit(1)
+print(f"make demo: nothing is fetched: {sys.executable} has torch {torch.__version__}, for which {nvcc} compiles.\n"
+      "VENV=.venv makes an environment with the pinned torch instead.", file=sys.stderr)
+endef
+export FITS
+
 # Shell text that sets $$py to the interpreter of an environment that has the extras; then with the extension built in
 # place.
-environment = py=$$($(PYTHON) csrc/build_backend/prepare.py --venv $(VENV) --extras $(EXTRAS) --modules $(MODULES))
+venv = $(VENV)
+environment = py=$$($(PYTHON) csrc/build_backend/prepare.py --venv $(venv) --extras $(EXTRAS) --modules $(MODULES))
 prepared = $(checked) && $(environment) && $$py setup.py --quiet build_ext --inplace
 
 .PHONY: help build test demo docs lint info bench ladder clean
@@ -61,10 +80,12 @@ test:
 
 demo: MODULES = numpy
 demo: EXTRAS = demo
+demo: venv = $$venv
 demo:
-	@echo "make demo: the first time fetches torch (2 minutes) and a CUDA compiler (2 minutes) into $(VENV:auto=.venv)" >&2
-	@echo "and compiles the kernels (7 to 18 minutes on two cores); then trains and measures, in under two minutes" >&2
-	@$(prepared) && $$py -m examples.train $(ARGS)
+	@venv=$(VENV); if [ $$venv = auto ] && [ ! -e .venv ] && $(PYTHON) -c "$$FITS" $(MODULES); then venv=system; else \
+	echo "make demo: the first time fetches torch (2 minutes) and a CUDA compiler (2 minutes) into $(VENV:auto=.venv)" >&2; fi; \
+	echo "make demo: the first time compiles the kernels (7 to 18 minutes on two cores); the rest takes under two minutes" >&2; \
+	$(prepared) && $$py -m examples.train $(ARGS)
 
 PYTHON_SOURCES = bench csrc examples flash_ext tests setup.py
 KERNEL_SOURCES = git ls-files -z csrc | grep -zE '[.](h|cpp|cu|cuh)$$'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import email.parser
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -259,6 +260,56 @@ def test_make_asks_an_environment_that_is_there_for_its_headers(tmp_path):
 
     assert planned("build").startswith(f'{tmp_path}/venv/bin/python -c "$CHECK" && py=$(python3 ')
     assert "$CHECK" not in planned("lint")
+
+
+@pytest.mark.parametrize(
+    ("change", "asked"),
+    [
+        ("nothing", "system"),
+        ("torch for CUDA 12", "auto"),
+        ("torch for the CPU", "auto"),
+        ("torch that does not load", "auto"),
+        ("no toolkit", "auto"),
+        ("no numpy", "auto"),
+        ("no setuptools", "auto"),
+        ("an environment", "auto"),
+        ("another folder", "there"),
+    ],
+)
+def test_the_demo_takes_a_python_that_has_all_it_needs(tmp_path, change, asked):
+    """Else it asks for what it asked for before: prepare.py is given --venv, and stops here."""
+    folder, modules, log = tmp_path / "clone", tmp_path / "modules", tmp_path / "log"
+    backend = folder / "csrc" / "build_backend"
+    shutil.copytree(ROOT / "csrc" / "build_backend", backend)
+    for name in ("Makefile", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    if change == "no toolkit":
+        with (backend / "environment.py").open("a") as file:
+            file.write("def _toolkit_candidates(): return ()\n")
+    cuda = {"torch for CUDA 12": "12.8", "torch for the CPU": None}.get(change, "13.0")
+    fake_torch(modules, "2.12.1", cuda)
+    loads = "raise OSError" if change == "torch that does not load" else "from . import version"
+    (modules / "torch" / "__init__.py").write_text(f"{loads}\n__version__ = version.__version__\n")
+    for name in {"numpy", "setuptools", "ninja"} - {change.removeprefix("no ")}:
+        (modules / name).mkdir()
+        (modules / name / "__init__.py").write_text("BIN_DIR = __path__[0]\n")
+        executable(modules / name / "ninja", "")
+    toolkit = fake_toolkit(tmp_path / "toolkit")
+    if change == "an environment":
+        (folder / ".venv").mkdir()
+    script = f'case "$1" in *prepare.py) echo "$3" > {log}; exit 9;; *) exec {sys.executable} -S "$@";; esac'
+    python = executable(tmp_path / "python", script)
+    given = ["VENV=there"] if change == "another folder" else []
+    outside = {name: text for name, text in os.environ.items() if name not in ("MAKEFLAGS", "VENV")}
+    done = subprocess.run(
+        ["make", "--no-print-directory", "demo", f"PYTHON={python}", *given], cwd=folder, capture_output=True,
+        text=True, check=False, timeout=300,
+        env=outside | {"PYTHONPATH": str(modules), "CUDA_HOME": str(toolkit), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert log.read_text() == f"{asked}\n", done.stderr
+    fetches, has_all = "fetches torch" in done.stderr, "nothing is fetched" in done.stderr
+    assert (fetches, has_all) == (asked != "system", asked == "system")
+    assert "Traceback" not in done.stderr
 
 
 def run_hook(call: str, *, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess:

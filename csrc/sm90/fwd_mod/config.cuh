@@ -78,6 +78,9 @@ struct ModWorkTile {
   int turn;             // they are visited from blocks.end - 1 - turn down, those above it last
   const uint32_t* mask;  // its words of the head's first row
 };
+struct LooseWorkTile : ModWorkTile {
+  int behind;  // its first row is: elements_behind()
+};
 struct DropWorkTile : ModWorkTile {
   DropKeys drop;
 };
@@ -153,7 +156,9 @@ struct FwdModTraits {
   static constexpr bool kChanges = kBringsBias || Kind == FwdModKind::kAll;
   using WorkTile = std::conditional_t<
       kDrops, DropWorkTile,
-      std::conditional_t<kSlopesInProduct, SlopeWorkTile, std::conditional_t<kMaySlope, DistanceItem, ModWorkTile>>>;
+      std::conditional_t<
+          kSlopesInProduct, SlopeWorkTile,
+          std::conditional_t<kMaySlope, DistanceItem, std::conditional_t<kLoose, LooseWorkTile, ModWorkTile>>>>;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
   static constexpr FwdModTile tile() {
     if (kBringsWords) return m192_words_tile(D);

@@ -53,7 +53,10 @@ struct MaskedConsumer {
 
   // ---- Who this is. Registers are short: what follows from the thread's number is made anew where it is used.
 
-  __device__ __forceinline__ int warp_row() const { return group * 64 + ptx::fresh_thread_idx() / 32 % 4 * 16; }
+  __device__ __forceinline__ int warp_row() const {
+    const uint32_t warp = ptx::fresh_thread_idx() / 32u % 4;  // of signed numbers four instructions more
+    return group * 64 + static_cast<int>(warp * 16);
+  }
   __device__ __forceinline__ const typename T::WorkTile& work_at(int n) const {
     return shared.work_tiles[stage_of(n, T::kWorkStages)];
   }
@@ -95,11 +98,9 @@ struct MaskedConsumer {
   }
   // Step i has used 2 i or 2 i + 1 stages when it comes to its bias, the first step one. How many pieces have come before:
   __device__ __forceinline__ uint32_t bias_count(int piece) const {
-    return static_cast<uint32_t>(kv.used / 2 * T::kBiasPieces + piece);
+    return static_cast<uint32_t>(kv.used) / 2 * T::kBiasPieces + piece;
   }
-  __device__ __forceinline__ int bias_place(int piece) const {
-    return static_cast<int>(bias_count(piece) % T::kBiasPlaces);
-  }
+  __device__ __forceinline__ uint32_t bias_place(int piece) const { return bias_count(piece) % T::kBiasPlaces; }
   __device__ __forceinline__ uint32_t wait_for_bias(int piece) const {
     wait(bars.bias_full(bias_place(piece)), bias_count(piece) / T::kBiasPlaces % 2);
     return smem + T::kBiasAt + bias_place(piece) * T::kBiasBytes;
@@ -179,7 +180,7 @@ struct MaskedConsumer {
     }
   }
   __device__ __forceinline__ ScoreBits<kN> find_visible(const Beside& beside) const {
-    return visible_scores<kN>(score_mod(), beside.mask, first_row(), first_col(), now.tests());
+    return visible_scores<kN>(score_mod(), beside.mask, [this] { return first_row(); }, first_col(), now.tests());
   }
 
   // ---- Products.
@@ -199,8 +200,8 @@ struct MaskedConsumer {
     kv.advance();
   }
   __device__ __forceinline__ void issue_output() {
-    wait_for_stage();
     const uint32_t v_low = uniform(descriptor_low(stage_address(), kN * 128));
+    wait_for_stage();
     ptx::wgmma_fence();
     issue_pv<E>(o, weights, v_low);
     ptx::wgmma_commit();
@@ -220,8 +221,7 @@ struct MaskedConsumer {
     const uint32_t bias = is_staged ? wait_for_bias(0) : 0;
     [[maybe_unused]] int behind = 0;
     if constexpr (T::kLoose) {
-      const ModWorkTile& work = work_at(work_tiles);
-      behind = elements_behind(a.m.bias, work.seq.b, work.w.h, row0 + ptx::fresh_lane() / 4);
+      behind = behind_below(work_at(work_tiles).behind, a.m.bias, warp_row() + ptx::fresh_lane() / 4);
     }
 #pragma unroll
     for (int part = 0; part < kN / kPartKeys; ++part) {

@@ -10,12 +10,16 @@ namespace flash_ext::sm90 {
 
 inline constexpr int kLooseKeys = FwdModTile::kPartKeys;
 
-// How many elements behind 16 bytes a row begins. Every eighth row begins alike.
+// How many elements behind 16 bytes a row begins.
 __device__ __forceinline__ int elements_behind(const BiasView& x, int b, int h, int row) {
   const auto low = [](auto number) { return static_cast<uint32_t>(number); };
   const uint32_t at = low(reinterpret_cast<uintptr_t>(x.ptr) / 2) + low(b) * low(x.batch_stride) +
                       low(h) * low(x.head_stride) + low(row) * low(x.row_stride);
   return static_cast<int>(at % 8);
+}
+// The same of the row so many rows below one. Every eighth begins alike.
+__device__ __forceinline__ int behind_below(int behind, const BiasView& x, int rows) {
+  return static_cast<int>((behind + rows * static_cast<uint32_t>(x.row_stride)) % 8);
 }
 
 // Called by a warp: copies kRows rows from `row0` on, kLooseKeys keys from `col0` on, to rows of kLoosePitch bytes, and has

@@ -168,13 +168,14 @@ __device__ __forceinline__ void hide_by_keys(ScoreBits<kKeys>& visible, const Sc
 }
 
 // The vote makes the exit warp-uniform; otherwise ptxas clones what follows, also between a product's issue and its
-// wait.
-template <int kKeys>
+// wait. first_row(): asked for behind it, because steps that hide nothing would wait for it too.
+template <int kKeys, typename FirstRow>
 __device__ __forceinline__ ScoreBits<kKeys> visible_scores(const ScoreMod& score_mod, const OwnWords<kKeys>& mask,
-                                                           int row0, int col0, TileTests tests) {
+                                                           const FirstRow& first_row, int col0, TileTests tests) {
   ScoreBits<kKeys> visible;
   visible.hide = __any_sync(ptx::kFullWarp, tests != 0);
   if (!visible.hide) return visible;
+  const int row0 = first_row();
   visible_by_rows<kKeys>(visible, score_mod, mask, row0, col0, tests);
   if (__any_sync(ptx::kFullWarp, (tests & kTestKeys) != 0)) hide_by_keys<kKeys>(visible, score_mod, row0, col0);
   return visible;

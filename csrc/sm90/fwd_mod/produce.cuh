@@ -111,6 +111,7 @@ __device__ __forceinline__ bool make_work(const FwdModArgs& a, uint32_t index, t
       split_slope(work, a.scale_log2);
     }
     work.mask = a.m.mask.words + work.seq.b * a.m.mask.batch_stride + w.h * a.m.mask.head_stride;
+    if constexpr (T::kLoose) work.behind = elements_behind(a.m.bias, work.seq.b, w.h, w.block * T::kBlockM);
     if constexpr (T::kDrops) work.drop.make(a.m, b, w.h);
   }
   __syncwarp();

@@ -84,7 +84,7 @@ demo: venv = $$venv
 demo:
 	@venv=$(VENV); if [ $$venv = auto ] && [ ! -e .venv ] && $(PYTHON) -c "$$FITS" $(MODULES); then venv=system; else \
 	echo "make demo: the first time fetches torch (2 minutes) and a CUDA compiler (2 minutes) into $(VENV:auto=.venv)" >&2; fi; \
-	echo "make demo: the first time compiles the kernels (7 to 18 minutes on two cores); the rest takes under two minutes" >&2; \
+	echo "make demo: the first time compiles the kernels (7 to 18 minutes on two cores); then trains and measures, in under two minutes" >&2; \
 	$(prepared) && $$py -m examples.train $(ARGS)
 
 PYTHON_SOURCES = bench csrc examples flash_ext tests setup.py

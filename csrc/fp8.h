@@ -14,12 +14,18 @@ namespace flash_ext {
 
 inline constexpr int kFp8Block = 128;  // rows of q or k that share a factor
 inline constexpr float kFp8Max = 448.f;
+// The largest number of q and k up to kSmallDim columns, so that no score of raw numbers exceeds fp16's 65504.
+inline constexpr float kSmallMax = 16.f;
+inline constexpr int kSmallDim = 128;
+constexpr float largest_number(int head_dim) { return head_dim <= kSmallDim ? kSmallMax : kFp8Max; }
+static_assert(kSmallMax * kSmallMax * kSmallDim <= 65504.f);
 inline constexpr int kKeyGroup = 16;  // keys that change places with each other
 // Key kKeyOrder[i] of a group stands at place i: a thread's four weights of a group, as wgmma leaves them, are then the
 // four bytes it hands in for the next product.
 inline constexpr int kKeyOrder[kKeyGroup] = {0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15};
 
-enum class Operands : uint8_t { k16Bit, kFp8, kMixed };
+// What q and k are in: e4m3 numbers, those of at most kSmallMax in size, or 16 bits beside v in e4m3.
+enum class Operands : uint8_t { k16Bit, kFp8, kSmallFp8, kMixed };
 
 // Floats by which a block of rows or a channel is multiplied. Strides count floats, and may be 0.
 struct FactorView {

@@ -146,6 +146,7 @@ enum class ScoreVariant : uint8_t {
   kChange,
   kAll,
   kMixed,  // of the fp8 forward: q and k have 16 bits
+  kHalf,  // of the fp8 forward: scores are fp16
 };
 
 // One launch: the instance (kernel, compiled head dims, variant) and its shape. A launcher adds pointers to it and chooses

@@ -50,7 +50,10 @@ std::string launch(const FwdCall& c, const Launch& l) {
     case KernelId::kFwdParts90: return launch_in({sm90::kFwdParts}, c, l);
     case KernelId::kFwdLatent90: return launch_in({sm90::kFwdLatent}, c, l);
     case KernelId::kFwdFp890:
-      return launch_in({l.variant == ScoreVariant::kMixed ? sm90::kFwdMixed : sm90::kFwdFp8}, c, l);
+      return launch_in({l.variant == ScoreVariant::kMixed  ? sm90::kFwdMixed
+                        : l.variant == ScoreVariant::kHalf ? sm90::kFwdSmallFp8
+                                                           : sm90::kFwdFp8},
+                       c, l);
     case KernelId::kFwdMod90: return launch_in({sm90::kFwdModUpTo128, sm90::kFwdModAbove128}, c, l);
     case KernelId::kAlignBias: return align_bias_rows(c.bias_rows, c.p.stream);
     default: return name_of(l) + " is no kernel of a forward";

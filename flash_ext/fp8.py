@@ -51,6 +51,9 @@ class Fp8Inputs:
         hadamard: whether q and k are rotated. ``k_offset`` is not.
         seqused_k: (b,) int32, or None: sequence i has the first seqused_k[i] of its keys. v holds zeros for
             the others, and what k holds for them does not matter.
+        small: whether no number of q and k exceeds 16 in size and d is at most 128, as :func:`quantize_fp8`
+            leaves them. Their products then fit float16, with which the kernel of head_dim 65 to 128 is
+            faster.
     """
 
     q: Tensor
@@ -67,6 +70,7 @@ class Fp8Inputs:
     dtype: torch.dtype = torch.bfloat16
     hadamard: bool = False
     seqused_k: Tensor | None = None
+    small: bool = False
     _originals: tuple[Tensor, Tensor, Tensor] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -295,6 +299,7 @@ def quantize_fp8(
         q.dtype,
         hadamard,
         seqused_k,
+        not mixed and d <= fp8.SMALL_DIM,
     )
     if wants_gradient:
         object.__setattr__(x, "_originals", (q, k, v))
@@ -390,6 +395,7 @@ def _forward(
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.flash_ext.fwd_fp8.default(
         x.q, x.k, x.v, x.q_descale, x.k_descale, x.v_descale, x.v_offset, x.row_offset, x.cu_seqlens_q,
         x.cu_seqlens_k, x.seqused_k, sinks, *numbers, x.dtype, None if x.q.is_cpu else backend, *wants,
+        x.small,
     )  # fmt: skip
     return result
 

@@ -3,7 +3,8 @@
 Slow and literal: tiles of 128 keys, or of 64, from the last one on, maxima that are kept until a sum of
 weights is too large, warps of 16 rows that then raise theirs together, and an accumulator of products that
 goes to one in float32 where tiles pass a multiple of 1024 keys. Dense tensors only, and keys up to 65536,
-above which the kernel works in stretches. In mixed mode scores are exact.
+above which the kernel works in stretches. In mixed mode scores are exact. With scores in float16
+(:func:`in_half`) tiles have 128 keys, and scores, maxima and weights are rounded to float16 first.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from torch import Tensor
 from flash_ext._cpu import fp8
 from flash_ext._ops.spec import AttnSpec
 from flash_ext.fp8 import Fp8Inputs
-from tests.tensor_cores import BITS, add_products, products
+from tests.tensor_cores import BITS, STEP, add_products, products
 
 LOG2E = 1.4426950408889634
 TOP_LOG2 = 4.70043972  # log2 of 26
 FEW_KEYS_LOG2 = 4.0
 SUM_LIMIT = 448.0
-FAR = 2.0**22
-LEAST_SCALE = 2.0**-126
+FAR, FAR_IN_HALF = 2.0**22, 1024.0
+LEAST_SCALE, LEAST_SCALE_IN_HALF = 2.0**-126, 2.0**-24
 GROUP_ROWS, WARP_ROWS, KEYS_OF_ACCUMULATOR = 64, 16, 1024
+
+
+def in_half(x: Fp8Inputs) -> bool:
+    """Whether the kernel for these numbers has scores in float16."""
+    return x.small and 64 < max(x.q.shape[-1], x.v.shape[-2]) <= 128
 
 
 def on_cpu(x: Fp8Inputs) -> Fp8Inputs:
@@ -55,15 +61,24 @@ def of_warps(flags: Tensor) -> Tensor:
     return flags.unflatten(-1, (-1, WARP_ROWS)).any(-1, keepdim=True).expand(-1, -1, WARP_ROWS).flatten(-2)
 
 
-def _is_far(minus_max: Tensor) -> Tensor:
-    return ~(minus_max.abs() < FAR)
+def _is_far(minus_max: Tensor, half: bool = False) -> Tensor:
+    return ~(minus_max.abs() < (FAR_IN_HALF if half else FAR))
 
 
 def _power(x: Tensor) -> Tensor:
     return torch.exp2(x.float())
 
 
-def weights_of(s: Tensor, scale: Tensor, rows: Rows, first: bool) -> tuple[Tensor, Tensor]:
+def _rounded_maximum(minus_max: Tensor, half: bool) -> Tensor:
+    """Down to what float16 has, where it is not far."""
+    if not half:
+        return minus_max
+    near = minus_max.half().float()
+    below = torch.nextafter(near.half(), torch.full_like(near.half(), -math.inf)).float()
+    return torch.where(_is_far(minus_max, True), minus_max, torch.where(near > minus_max, below, near))
+
+
+def weights_of(s: Tensor, scale: Tensor, rows: Rows, first: bool, half: bool) -> tuple[Tensor, Tensor]:
     """Weights before rounding, (h, 64, keys), and what the output so far is to be multiplied by, (h, 64).
 
     s holds -inf where a key is hidden; ``scale`` is (h, 1).
@@ -73,24 +88,31 @@ def weights_of(s: Tensor, scale: Tensor, rows: Rows, first: bool) -> tuple[Tenso
         seen = s[..., s.shape[-1] // 4 - 8 + torch.arange(8)] != -math.inf
         few = of_warps(~seen[..., 1::2].all(-1))
         top = torch.where(few, TOP_LOG2 - FEW_KEYS_LOG2, TOP_LOG2)
-        rows.minus_max = (-largest.double() * scale + top).float()
-        rows.limit = torch.where(of_warps(_is_far(rows.minus_max)), -1.0, SUM_LIMIT)
+        rows.minus_max = _rounded_maximum((-largest.double() * scale + top).float(), half)
+        rows.limit = torch.where(of_warps(_is_far(rows.minus_max, half)), -1.0, SUM_LIMIT)
     scale64, s64 = scale.double().unsqueeze(-1), s.double()
-    tried = _power(s64 * scale64 + rows.minus_max.double().unsqueeze(-1))
     # A lane has two sums of a row, of every eighth key each.
-    shares = tried.unflatten(-1, (-1, 8)).sum(-2)
+    if half:
+        by = scale.clamp(min=LEAST_SCALE_IN_HALF).half().double().unsqueeze(-1)
+        tried = _power((s64 * by + rows.minus_max.double().unsqueeze(-1)).half()).half().float()
+        shares = torch.zeros(*tried.shape[:-1], 8)
+        for of_lanes in tried.unflatten(-1, (-1, 8)).unbind(-2):
+            shares = (shares + of_lanes).half().float()
+    else:
+        tried = _power(s64 * scale64 + rows.minus_max.double().unsqueeze(-1))
+        shares = tried.unflatten(-1, (-1, 8)).sum(-2)
     again = of_warps(~(shares <= rows.limit.unsqueeze(-1)).all(-1))
     product = -largest * scale
-    lower = torch.minimum(rows.minus_max, product + TOP_LOG2)
+    lower = torch.minimum(rows.minus_max, _rounded_maximum(product + TOP_LOG2, half))
     nothing = lower == math.inf
     factor = torch.where(again & ~nothing, _power(lower - rows.minus_max), 1.0)
     offset = lower.masked_fill(nothing, 0.0).double().unsqueeze(-1)
-    far = _is_far(lower).unsqueeze(-1)
+    far, far_limit = _is_far(lower).unsqueeze(-1), of_warps(_is_far(lower, half))
     by_maximum = _power(torch.where(far, (s * scale.unsqueeze(-1)).double(), s64 * scale64) + offset)
     rows.minus_max = torch.where(again, lower, rows.minus_max)
-    rows.limit = torch.where(again, torch.where(of_warps(far.squeeze(-1)), -1.0, SUM_LIMIT), rows.limit)
+    rows.limit = torch.where(again, torch.where(far_limit, -1.0, SUM_LIMIT), rows.limit)
     weights = torch.where(again.unsqueeze(-1), by_maximum, tried)
-    rows.sum = rows.sum * factor + weights.sum(-1)
+    rows.sum = rows.sum * factor + torch.where(again, by_maximum.sum(-1), shares.sum(-1))
     return weights, factor
 
 
@@ -117,13 +139,23 @@ def _padded(t: Tensor, rows: int) -> Tensor:
     return torch.nn.functional.pad(t, (0, 0, 0, rows - t.shape[-2]))
 
 
+def _half_products(q: Tensor, k: Tensor, bits: int) -> Tensor:
+    """Each step of 32 products ends in float16, to nearest."""
+    s = torch.zeros(*q.shape[:-1], k.shape[-1])
+    for first in range(0, q.shape[-1], STEP):
+        part = slice(first, first + STEP)
+        s = add_products(s, q[..., part], k[..., part, :], bits).half().float()
+    return s
+
+
 def _group(
     x: Fp8Inputs, spec: AttnSpec, values: Tensor, b: int, first: int, group: int, bits: int
 ) -> tuple[Tensor, Tensor]:
     seqlen_q, seqlen_k = x.q.shape[1], x.k.shape[1]
     used = min(GROUP_ROWS, seqlen_q - first)
     count = -(-used // WARP_ROWS) * WARP_ROWS  # warps without rows are left out
-    width = 128 if max(x.q.shape[-1], values.shape[-1]) <= 64 else 64  # keys of a tile
+    half = in_half(x)
+    width = 128 if half or max(x.q.shape[-1], values.shape[-1]) <= 64 else 64  # keys of a tile
     tiles, scale = -(-seqlen_k // width), spec.softmax_scale
 
     def per_head(t: Tensor) -> Tensor:
@@ -160,9 +192,9 @@ def _group(
                 x.k_descale[b, :, min(keys.start // fp8.BLOCK, x.k_descale.shape[-1] - 1), None]
             )
             tile_scale = (q_scale * k_factor).clamp(min=LEAST_SCALE)
-            s = products(q, k[:, keys].mT, bits)
+            s = _half_products(q, k[:, keys].mT, bits) if half else products(q, k[:, keys].mT, bits)
         s = (s * sign).masked_fill(hidden[:, keys], -math.inf)
-        weights, factor = weights_of(s, tile_scale, rows, not begun)
+        weights, factor = weights_of(s, tile_scale, rows, not begun, half)
         begun = True
         o, total = o * factor.unsqueeze(-1), total * factor.unsqueeze(-1)
         o = add_products(o, weights.to(fp8.E4M3).float(), v[:, keys], bits)

@@ -84,6 +84,7 @@ struct Fp8CallArgs {
   at::ScalarType dtype = at::kHalf;
   OptionalName backend;
   bool want_lse = true, want_row_max = false;
+  bool small = false;  // no number of q and k exceeds kSmallMax
 };
 
 // An argument: a member of a struct under the name that schemas have.
@@ -212,7 +213,8 @@ inline constexpr std::tuple kFwdFp8{FLASH_EXT_FIELD_OF(Fp8CallArgs, q_descale),
                                     FLASH_EXT_FIELD_OF(Fp8CallArgs, dtype),
                                     FLASH_EXT_FIELD_OF(Fp8CallArgs, backend),
                                     FLASH_EXT_FIELD_OF(Fp8CallArgs, want_lse).with_default("True"),
-                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, want_row_max).with_default("False")};
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, want_row_max).with_default("False"),
+                                    FLASH_EXT_FIELD_OF(Fp8CallArgs, small).with_default("False")};
 }  // namespace fields
 #undef FLASH_EXT_FIELD
 #undef FLASH_EXT_FIELD_OF

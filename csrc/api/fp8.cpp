@@ -195,9 +195,12 @@ FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   const DeviceInfo info = device_info_of(q);
   const Choice choice = choice_of(a.backend);
   const Path& path = required_path(p, info, choice);
+  const bool in_half = a.small && !a.want_row_max;  // the largest scores are wanted as fp32 has them
   const Request request{.direction = Direction::kForward,
                         .problem = p,
-                        .operands = mixed ? Operands::kMixed : Operands::kFp8,
+                        .operands = mixed     ? Operands::kMixed
+                                    : in_half ? Operands::kSmallFp8
+                                              : Operands::kFp8,
                         .has_own_lengths = x.seqused_k != nullptr,
                         .constraints = choice.constraints};
   const Plan found = plan(request, info, path.arch);

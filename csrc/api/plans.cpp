@@ -42,6 +42,7 @@ const char* word_of(ScoreVariant v) {
     case ScoreVariant::kChange: return "change";
     case ScoreVariant::kAll: return "all";
     case ScoreVariant::kMixed: return "mixed";
+    case ScoreVariant::kHalf: return "half";
   }
   return "?";
 }
@@ -142,6 +143,7 @@ KvCache cache_of(const CacheWords& words, int64_t room, int32_t batch) {
   const auto& [layout, elements, page_size] = words;
   KvCache c;
   c.seqused_k = &kSomething;
+  if (room < 1) throw py::value_error("a cache has room for at least 1 key");
   const int64_t page = layout == "pages" ? page_size : room;
   if (layout == "pages") {
     if (page_size < 1) throw py::value_error("a page holds at least 1 key");
@@ -165,6 +167,14 @@ CacheType cache_type_named(const std::string& name) {
   if (name == "e4m3") return CacheType::kE4m3;
   if (name == "int8") return CacheType::kInt8;
   throw py::value_error("elements of a cache must be 'e4m3' or 'int8', or of 16 bits, got " + name);
+}
+
+// Those that one word names, which goes with no modifier: as quantize_fp8 makes them, as they may be in e4m3, mixed.
+Operands operands_named(const std::vector<std::string>& words) {
+  if (words.size() != 1) return Operands::k16Bit;
+  if (words[0] == "fp8") return Operands::kSmallFp8;
+  if (words[0] == "any_fp8") return Operands::kFp8;
+  return words[0] == "mixed" ? Operands::kMixed : Operands::k16Bit;
 }
 
 DeviceInfo device_named(int device, const std::optional<std::array<int, 5>>& gpu) {
@@ -238,16 +248,15 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
   if (has_latent_sizes(p) && (is_backward || !in_16_bits)) {
     throw py::value_error("head_dim 576 of which v has 512 is that of a cache of latents: a forward over 16 bits");
   }
-  // "fp8" and "mixed" name operands, and go with no modifier.
-  const bool is_fp8 = modifiers == std::vector<std::string>{"fp8"},
-             is_mixed = modifiers == std::vector<std::string>{"mixed"};
-  const bool is_quantised = is_fp8 || is_mixed;
+  const Operands operands = operands_named(modifiers);
+  const bool is_quantised = operands != Operands::k16Bit;
   if (is_quantised && is_backward) throw py::value_error("backwards have no fp8 kernel");
   const NamedModifiers named(is_quantised ? std::vector<std::string>() : modifiers, p, cache_words.has_value());
   if (is_quantised && cache_words)
     throw py::value_error("the fp8 forward has no cache; words for one are e4m3 and int8");
   if (own_lengths && !is_quantised) {
-    throw py::value_error("seqused goes with fp8 or mixed; over a cache every sequence has a length of its own");
+    throw py::value_error(
+        "seqused goes with fp8, any_fp8 or mixed; over a cache every sequence has a length of its own");
   }
   if (slot_factors && (!cache_words || in_16_bits)) {
     throw py::value_error("factors of slots go with a cache of 8 bits");
@@ -274,7 +283,7 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
     const bool runs_plain =
         is_quantised || modifiers.empty() || (has_sinks_alone && (is_backward ? need_qkv : cache_words.has_value()));
     if (!runs_plain) request.modifiers = &named.modifiers;
-    if (is_quantised) request.operands = is_mixed ? Operands::kMixed : Operands::kFp8;
+    request.operands = operands;
     request.has_own_lengths = own_lengths;
     if (named.wants_dbias) request.dbias = &named.dbias;
     if (named.wants_dslopes) request.dslopes = &named.dslopes;

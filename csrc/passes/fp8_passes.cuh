@@ -217,7 +217,7 @@ __device__ __forceinline__ void quantize_rows(const NumbersPass& n, int64_t inde
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < kNumbersWarps<kLanes>; ++i) amax = fmaxf(amax, shared[i]);
-      factor = factor_of_amax(amax);
+      factor = factor_of_amax(amax, t.most);
       if (threadIdx.x == 0) r.factor[bh * r.blocks + tile.block] = factor;
     }
   }

@@ -25,6 +25,7 @@ struct TensorPass {
   int64_t rows = 0;  // of a batch entry, or packed ones
   int64_t first = 0;  // CTA
   float* partials = nullptr;
+  float most = kFp8Max;  // how large its numbers may be
 };
 struct StatsPass {
   TensorPass of[3];  // q, k, v; heads 0: not asked for
@@ -125,7 +126,9 @@ struct Extrema {
   }
 };
 
-__device__ __forceinline__ float factor_of_amax(float amax) { return amax < kLeastAmax ? 1.f : amax / kFp8Max; }
+__device__ __forceinline__ float factor_of_amax(float amax, float most) {
+  return amax < kLeastAmax ? 1.f : amax / most;
+}
 
 // ---- statistics ------------------------------------------------------------------------------------
 
@@ -309,7 +312,7 @@ __global__ void __launch_bounds__(kMeansThreads) fp8_means_kernel(const __grid_c
     const float mean = m.offset[which] != nullptr && count > 0 ? sum / static_cast<float>(count) : 0.f;
     if (m.offset[which] != nullptr) m.offset[which][bh * t.columns + c] = mean;
     amax = count > 0 ? fmaxf(highest - mean, mean - lowest) : 0.f;
-    if (which == 2) m.channel_factor[bh * t.columns + c] = factor_of_amax(amax);
+    if (which == 2) m.channel_factor[bh * t.columns + c] = factor_of_amax(amax, t.most);
   }
   if (which == 2 && c == 0) {
     m.loss.share[bh] = count > 0 ? 1.f / static_cast<float>(count) : 0.f;
@@ -321,7 +324,7 @@ __global__ void __launch_bounds__(kMeansThreads) fp8_means_kernel(const __grid_c
   __syncthreads();
   if (c != 0) return;
   for (int i = 1; i < t.columns; ++i) amax = fmaxf(amax, found[0][i]);
-  m.head_factor[which][bh] = factor_of_amax(amax);
+  m.head_factor[which][bh] = factor_of_amax(amax, t.most);
 }
 
 }  // namespace flash_ext

@@ -141,14 +141,22 @@ HeadDims fp8_dims(Req r) {
 }
 bool supports_fp8(Req r, Dev) { return tma_fwd(r) && fp8_dims(r).d > 0; }
 
+// What the kernel for these sizes takes the operands for.
+Operands fp8_operands(Req r, HeadDims x) {
+  const auto is_x = [&](HeadDims y) { return y.d == x.d && y.dv == x.dv; };
+  return r.operands == Operands::kSmallFp8 && std::ranges::none_of(sm90::kSmallFp8Dims, is_x) ? Operands::kFp8
+                                                                                              : r.operands;
+}
+
 void build_fp8(Req r, Dev d, Plan& p) {
   const HeadDims x = fp8_dims(r);
-  const sm90::Fp8Tile t = sm90::fp8_tile(x.d, x.dv, is_mixed(r));
+  const Operands operands = fp8_operands(r, x);
+  const sm90::Fp8Tile t = sm90::fp8_tile(x.d, x.dv, operands);
   const sm90::FwdTile f = t.plain();
   Launch& l =
       p.push(main_of(KernelId::kFwdFp890, x.d, x.dv, f.block_m(), f.block_n, t.kv_stages / 2, f.threads(),
                      t.smem_bytes(x.d, x.dv, is_mixed(r)), sm90::fwd_grid(r.problem, d, f.block_m()), d.num_sms));
-  l.variant = is_mixed(r) ? kMixed : kPlain;
+  l.variant = is_mixed(r) ? kMixed : operands == Operands::kSmallFp8 ? kHalf : kPlain;
   set_dynamic(
       l, r.has_own_lengths || sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, f.block_m()));
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);

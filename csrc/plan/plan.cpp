@@ -57,7 +57,8 @@ const char* suffix_of(const Launch& l) {
   switch (l.kernel) {
     case KernelId::kFwdParts90: return "_parts";
     case KernelId::kFwd90: return l.block_m == 64 ? "_m64" : l.head_dim <= 128 && l.block_m == 128 ? "_m128" : "";
-    case KernelId::kFwdFp890: return l.variant == ScoreVariant::kMixed ? "_mixed" : "";
+    case KernelId::kFwdFp890:
+      return l.variant == ScoreVariant::kMixed ? "_mixed" : l.variant == ScoreVariant::kHalf ? "_half" : "";
     case KernelId::kFwdMod90: return l.block_m > 128 ? "_m192" : "";
     case KernelId::kFwdSplitCachedMod80: return l.variant == ScoreVariant::kAll ? "_all" : "";
     case KernelId::kFwdSplitQuantized80:

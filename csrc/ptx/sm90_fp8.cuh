@@ -20,6 +20,49 @@ __device__ __forceinline__ uint32_t pack4_e4m3(float x0, float x1, float x2, flo
   return packed;
 }
 
+// The same of two pairs of fp16.
+__device__ __forceinline__ uint32_t pack4_e4m3(uint32_t first, uint32_t second) {
+  uint32_t packed;
+  asm("{\n.reg .b16 lo, hi;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 lo, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 hi, %2;\n"
+      "mov.b32 %0, {lo, hi};\n}\n"
+      : "=r"(packed)
+      : "r"(first), "r"(second));
+  return packed;
+}
+
+// Pairs of fp16: a b + c, a + b, the larger ones, powers of two. -inf gives 0.
+__device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ uint32_t add_pair(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("add.rn.f16x2 %0, %1, %2;\n" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("max.f16x2 %0, %1, %2;\n" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+// One by one: of a result of ex2.approx.f16x2 that is used twice ptxas puts the pair together twice.
+__device__ __forceinline__ uint32_t ex2_pair(uint32_t a) {
+  uint32_t d;
+  asm("{\n.reg .b16 lo, hi, x, y;\n.reg .b32 u, v;\n"
+      "mov.b32 {lo, hi}, %1;\n"
+      "ex2.approx.f16 x, lo;\n"
+      "ex2.approx.f16 y, hi;\n"
+      "cvt.u32.u16 u, x;\n"
+      "cvt.u32.u16 v, y;\n"
+      "prmt.b32 %0, u, v, 0x5410;\n}\n"
+      : "=r"(d)
+      : "r"(a));
+  return d;
+}
+
 // As kDescriptorHigh, of rows of 64 bytes: 64-byte swizzle, 512 bytes between groups of 8 rows.
 inline constexpr uint32_t kDescriptorHigh64 = (1u << 31) | (512 / 16);
 
@@ -29,6 +72,15 @@ inline constexpr uint32_t kDescriptorHigh64 = (1u << 31) | (512 / 16);
                "};\nsetp.ne.b32 p, %" #P ", 0;\n" \
                "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FX_NAMES_##COUNT "}, a, b, p, 1, 1;\n}\n" \
                : FX_REGS_##COUNT \
+               : "r"(low_a), "r"(low_b), "n"(kDescriptorHigh), "n"(kAccumulate ? 1 : 0))
+#define FX_PAIRS_8(i) \
+  "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), \
+      "+r"(d[i + 7])
+#define FX_QGMMA_SS_HALF(N, COUNT, A, B, H, P, ...) \
+  asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nmov.b64 a, {%" #A ", %" #H "};\nmov.b64 b, {%" #B ", %" #H \
+               "};\nsetp.ne.b32 p, %" #P ", 0;\n" \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k32.f16.e4m3.e4m3 {" FX_NAMES_##COUNT "}, a, b, p, 1, 1;\n}\n" \
+               : __VA_ARGS__ \
                : "r"(low_a), "r"(low_b), "n"(kDescriptorHigh), "n"(kAccumulate ? 1 : 0))
 #define FX_QGMMA_RS(N, COUNT, A0, A1, A2, A3, B, H) \
   asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%" #B ", %" #H "};\n" \
@@ -45,6 +97,17 @@ __device__ __forceinline__ void wgmma_ss_e4m3(float (&d)[kCount], uint32_t low_a
   } else {
     static_assert(kCount == 64);
     FX_QGMMA_SS(128, 64, 64, 65, 66, 67);
+  }
+}
+
+// d (64 x 4 kCount, pairs of fp16) = or += A (64 x 32) B (32 x 4 kCount).
+template <bool kAccumulate, int kCount>
+__device__ __forceinline__ void wgmma_ss_e4m3(uint32_t (&d)[kCount], uint32_t low_a, uint32_t low_b) {
+  if constexpr (kCount == 16) {
+    FX_QGMMA_SS_HALF(64, 16, 16, 17, 18, 19, FX_PAIRS_8(0), FX_PAIRS_8(8));
+  } else {
+    static_assert(kCount == 32);
+    FX_QGMMA_SS_HALF(128, 32, 32, 33, 34, 35, FX_PAIRS_8(0), FX_PAIRS_8(8), FX_PAIRS_8(16), FX_PAIRS_8(24));
   }
 }
 
@@ -67,6 +130,8 @@ __device__ __forceinline__ void wgmma_rs_e4m3(float (&d)[kCount], uint32_t a0, u
 }
 
 #undef FX_QGMMA_SS
+#undef FX_QGMMA_SS_HALF
+#undef FX_PAIRS_8
 #undef FX_QGMMA_RS
 #include "operand_lists_end.cuh"
 

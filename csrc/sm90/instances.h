@@ -18,7 +18,7 @@ inline constexpr HeadDims kBwdSplitDims[] = {{64, 64}, {128, 128}, {192, 128}, {
 inline constexpr HeadDims kRowStatsDims[] = {{64, 64}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 
 extern const FwdInstances kFwd, kFwdCached, kFwdPacked, kFwdPackedMod, kFwdPackedQuantized, kFwdPackedQuantizedMod,
-    kFwdParts, kFwdFp8, kFwdMixed, kFwdLatent, kFwdModUpTo128, kFwdModAbove128;
+    kFwdParts, kFwdFp8, kFwdSmallFp8, kFwdMixed, kFwdLatent, kFwdModUpTo128, kFwdModAbove128;
 extern const BwdInstances kBwdFused, kBwdSplit, kRowStats;
 extern const BwdInstances kBwdFusedMod, kBwdSplitModUpTo128, kBwdSplitModAbove128, kDbias;
 

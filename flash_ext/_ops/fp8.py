@@ -29,6 +29,7 @@ def cpu_fwd(
     v_offset: Tensor | None, row_offset: Tensor | None, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, sinks: Tensor | None, scale: float, left: int,
     right: int, dtype: torch.dtype, backend: str | None, want_lse: bool = True, want_row_max: bool = False,
+    small: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     factors = (q_descale, k_descale, v_descale)
     places = (cu_seqlens_q, cu_seqlens_k, seqused_k)
@@ -86,6 +87,7 @@ def fake_fwd(
     v_offset: Tensor | None, row_offset: Tensor | None, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, sinks: Tensor | None, scale: float, left: int,
     right: int, dtype: torch.dtype, backend: str | None, want_lse: bool = True, want_row_max: bool = False,
+    small: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *batch, rows, heads, _ = q.shape
     out = q.new_empty((*batch, rows, heads, v.shape[-2]), dtype=dtype)

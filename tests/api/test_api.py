@@ -63,7 +63,7 @@ OPERATOR_SCHEMAS = {
     "fwd_fp8": "flash_ext::fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, "
     "Tensor v_descale, Tensor? v_offset, Tensor? row_offset, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? seqused_k, Tensor? sinks, float scale, int window_size_left, int window_size_right, "
-    f"ScalarType dtype, str? backend, {WANT_LSE}, bool want_row_max=False) "
+    f"ScalarType dtype, str? backend, {WANT_LSE}, bool want_row_max=False, bool small=False) "
     "-> (Tensor out, Tensor lse, Tensor row_max)",
     "fwd_cached": "flash_ext::fwd_cached(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, "
@@ -102,7 +102,8 @@ PUBLIC_PARAMETERS = {
     "return_aux=None, backend=None, **unknown",
     "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, "
     "scale=None, enable_gqa=False",
-    "explain": f"q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *, {SCORES}, layout='bshd', "
+    "explain": "q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *, max_seqlen_q=None, max_seqlen_k=None, "
+    f"seqused_k=None, block_table=None, k_descale=None, v_descale=None, {SCORES}, layout='bshd', "
     "deterministic=None, backend=None, gpu=None, **unknown",
     "count": "",
     "enable_sdpa": "",

@@ -319,6 +319,44 @@ def test_what_it_stands_for_is_an_argument_of_attention(device: str) -> None:
     assert error_of(attention_fp8(x, causal=True), want.double().cpu()) <= GATE
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{}, {"granularity": "head"}, {"hadamard": True}])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_products_of_small_numbers_fit_float16(device: str, dim: int, options: dict[str, object]) -> None:
+    """Where a row of q and one of k are all as large as they get, the largest score is there and finite."""
+    if "hadamard" in options and dim == 96:
+        options = {}
+    q, k, v = make(200, 200, dim=dim, device=device)
+    q[:, 7], k[:, 9] = 10, 10
+    x = quantize_fp8(q, k, v, smooth_k=False, **options)
+    largest = max(t.float().abs().max().item() for t in (x.q, x.k))
+    assert x.small == (dim <= 128) and largest == (16 if x.small else 448)
+    assert not x.small or largest**2 * dim <= torch.finfo(torch.float16).max
+    check_modelled(x, GATE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
+@pytest.mark.parametrize("options", MASKS)
+@pytest.mark.parametrize("dim", [80, 128])
+def test_scores_in_float16_beside_those_in_float32(dim: int, options: dict[str, object]) -> None:
+    """The same numbers by both kernels. float16 has 11 bits of a score, and of the exponent of a weight."""
+    x = quantize_fp8(*make(300, 2500, dim=dim, device="cuda"))
+    both = (x, dataclasses.replace(x, small=False))
+    outs, lses = [], []
+    for numbers in both:
+        out, aux = attention_fp8(numbers, return_aux=AuxRequest(lse=True), **options)
+        outs.append(out.double().cpu())
+        lses.append(aux.lse.double().cpu())
+    assert error_of(outs[0], outs[1]) <= 1.5 * GATE  # of two roundings to e4m3
+    seen = lses[1].isfinite()
+    allowed = 4e-3 + 1e-3 * lses[1][seen].abs()
+    assert torch.equal(lses[0].isfinite(), seen) and ((lses[0] - lses[1])[seen].abs() <= allowed).all()
+    largest = [attention_fp8(numbers, return_aux=AuxRequest(max_scores=True), **options)[1].max_scores
+               for numbers in both]  # fmt: skip
+    assert torch.equal(*largest)  # for which both have the kernel of float32
+
+
 def rows_of(x: Fp8Inputs) -> Tensor:
     return fp8.rows_of_values(x.v, x.k.shape[-3], x.cu_seqlens_k).to(torch.float8_e4m3fn)
 
@@ -411,7 +449,9 @@ def test_in_a_cuda_graph() -> None:
     ("dims", "mode", "size"),
     [
         ((64, 64), "fp8", "64"),
-        ((80, 96), "mixed", "96"),
+        ((128, 112), "fp8", "128_half"),
+        ((80, 96), "fp8", "96_half"),
+        ((80, 96), "mixed", "96_mixed"),
         ((160, 128), "fp8", "192_v128"),
         ((160, 144), "fp8", "192"),
         ((64, 208), "fp8", "256"),
@@ -429,7 +469,7 @@ def test_launches(dims: tuple[int, int], mode: str, size: str, packed: bool) -> 
         launch = _C.last_launch()
         _C.set_switch("record_launches", None)
     assert launch["row"] == "sm90.fwd_fp8"
-    assert launch["kernel"] == f"fwd_fp8_sm90_hd{size}" + ("_mixed" if mode == "mixed" else "")
+    assert launch["kernel"] == f"fwd_fp8_sm90_hd{size}"
     assert out.shape == (*want.q.shape[:-1], dims[1]) and aux.lse.shape == (*(() if packed else (2,)), 4, 100)
     for name in ("q", "k", "v", "q_descale", "k_descale", "v_descale", "v_offset", "k_offset", "row_offset"):
         a, b = getattr(want, name), getattr(got, name)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from flash_ext import AuxRequest
 from flash_ext._cpu import fp8
-from flash_ext.fp8 import quantize_fp8
+from flash_ext.fp8 import Fp8Inputs, attention_fp8, quantize_fp8
 from tests import fp8_kernel
-from tests.fp8.test_fp8 import DATA, error_of, make, spec_of, truth
+from tests.fp8.test_fp8 import DATA, ON_GPU, error_of, make, spec_of, truth
 from tests.tensor_cores import add_products, products
 
 
@@ -71,7 +77,9 @@ def errors_of(data: str, entry: slice = slice(None), head: slice = slice(None)) 
     """The errors of out and of lse, and the largest lse, of a case of test_fp8.py, or of a part of it."""
     q, k, v = make(130, 1500, dim=128)
     DATA[data][0](q, k, v)
-    x = quantize_fp8(*(t[entry, :, head] for t in (q, k, v)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8, "SMALL", fp8.LARGEST)  # as numbers were
+        x = dataclasses.replace(quantize_fp8(*(t[entry, :, head] for t in (q, k, v))), small=False)
     out, lse = fp8_kernel.forward(x, spec_of(x.q))
     want, want_lse = truth(x)
     return error_of(out, want), float((lse.double() - want_lse).abs().max()), float(want_lse.abs().max())
@@ -94,11 +102,45 @@ def test_the_model_agrees_with_the_cpu() -> None:
     """On ordinary data, masks, few rows, both widths of tiles: both round weights and values to e4m3."""
     wide = quantize_fp8(*make(70, 1300, dim=144, batch=1))
     assert error_of(fp8_kernel.forward(wide, spec_of(wide.q))[0], truth(wide)[0]) < 0.035
-    for options in ({}, {"causal": True}, {"window_size": (70, 20)}, {"scale": -0.1}, {"scale": 0.0}):
-        x = quantize_fp8(*make(70, 300, batch=1))
+    masks: tuple[dict[str, Any], ...] = (
+        {}, {"causal": True}, {"window_size": (70, 20)}, {"scale": -0.1}, {"scale": 0.0},
+    )  # fmt: skip
+    for dim, options in itertools.product((64, 96), masks):
+        x = quantize_fp8(*make(70, 300, dim=dim, batch=1))
         out, lse = fp8_kernel.forward(x, spec_of(x.q, **options))
         want, want_lse = truth(x, **options)
         assert error_of(out, want) < 0.035, options
         seen = want_lse.isfinite()
         assert torch.equal(lse.isfinite(), seen)
         assert (lse.double() - want_lse)[seen].abs().max() < 2e-3
+
+
+# A score of 256 and a small one in another step of 32 products, and what an H200 made of them: float16 has
+# quarters there, eighths below, and rounds to nearest, ties to even.
+SUMS_IN_FLOAT16 = {
+    0.125: (256.0, 255.875),
+    0.1875: (256.25, 255.75),
+    0.3125: (256.25, 255.75),
+    0.375: (256.5, 255.625),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("small", SUMS_IN_FLOAT16)
+def test_scores_in_float16_are_rounded_behind_each_step(device: str, small: float) -> None:
+    for sign, want in zip((1, -1), SUMS_IN_FLOAT16[small], strict=True):
+        q, k = torch.zeros(1, 16, 1, 128), torch.zeros(1, 1, 1, 128)
+        q[..., 0], k[..., 0] = 16, 16
+        q[..., 32], k[..., 32] = 2 * small * sign, 0.5
+        ones = torch.ones(1, 1, 1)
+        v, v_descale = torch.zeros(1, 1, 128, 16).to(fp8.E4M3), torch.ones(1, 1, 128)
+        x = Fp8Inputs(q.to(fp8.E4M3), k.to(fp8.E4M3), v, ones, ones, v_descale, small=True)
+        if device == "cpu":
+            lse = fp8_kernel.forward(x, spec_of(x.q, scale=math.log(2)))[1]
+        else:
+            tensors = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
+            moved = {name: t.cuda() for name, t in tensors.items() if isinstance(t, Tensor)}
+            y = dataclasses.replace(x, **moved)
+            lse = attention_fp8(y, scale=math.log(2), return_aux=AuxRequest(lse=True))[1].lse
+        # A weight is off by 2^-11 of itself and more, lse by as much.
+        assert (lse.cpu() / math.log(2) - want).abs().max() < 4e-3

@@ -285,4 +285,11 @@ MUTANTS = (
     Mutant(2103, "M21 columns of V of another sequence",
            "packed sequences read V 16 columns too early for each sequence before them", (
         Edit("sm90/fwd_fp8/produce.cuh", "/ kKeyGroup) + w.b;", "/ kKeyGroup);"),), "fp8"),
+    Mutant(2104, "M21 scores in float16 hidden by their neighbour",
+           "of two neighbours both are seen where the first one is", (
+        Edit("sm90/fwd_fp8/half_numbers.cuh", "keys.contains(col + 1) ?", "keys.contains(col) ?"),), "fp8"),
+    Mutant(2105, "M21 far maxima in float16",
+           "rows whose maxima float16 rounds by 2^22 and more keep them", (
+        Edit("sm90/fwd_fp8/half_numbers.cuh", "kFarHalfMaximum = 1024.f;",
+             "kFarHalfMaximum = 1e30f;"),), "fp8"),
 )  # fmt: skip

@@ -43,7 +43,7 @@ def test_planted_bugs_are_named_apart_and_only_there() -> None:
 
 
 # Not in the stored matrix. One that has them all takes its place, and then none is left here.
-YET_TO_RUN = {1201, 1202, 1203, 1301, 1302, 1303, 1304, 2101, 2102, 2103}
+YET_TO_RUN = {1201, 1202, 1203, 1301, 1302, 1303, 1304, 2101, 2102, 2103, 2104, 2105}
 
 
 def test_every_other_planted_bug_has_run() -> None:

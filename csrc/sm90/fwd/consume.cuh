@@ -81,7 +81,8 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
   const uint32_t k_base = descriptor_low(smem + own_keys * 128, 16);
   const uint32_t v_base = descriptor_low(smem + own_keys * 128, Numbers::kVChunkBytes);
 
-  float o[Dv / 2], s[kN / 2];
+  float o[Dv / 2];
+  typename Numbers::Score s[Numbers::kScores];  // of a thread: in fp32, or pairs of neighbours in fp16
   uint32_t weights[kWords];
   RowState state;
   Numbers numbers(a);
@@ -161,15 +162,16 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const WorkTile& work = work_tiles[(count - 1) % T::kWorkStages];
     const AttnMod mod{a.p.problem, work.w.q.length, work.w.k.length};
     const int first_col = tile * T::kBlockN + own_keys + (lane % 4) * 2;
+    constexpr int kOfPair = 4 * Numbers::kScores / kN;  // of two neighbours: each for itself, or both in fp16
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const VisibleKeys keys = mod.visible(query_of<T>(a, work, row_in_tile + 8 * half));
 #pragma unroll
       for (int j = 0; j < kN / 8; ++j) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& x = s[4 * j + 2 * half + c];
-          x = mod.score(x, keys, first_col + 8 * j + c);
+        for (int c = 0; c < kOfPair; ++c) {
+          auto& x = s[kOfPair * (2 * j + half) + c];
+          x = Numbers::score(mod, x, keys, first_col + 8 * j + c);
         }
       }
     }
@@ -213,7 +215,8 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
   const auto prepare_weights = [&](bool first) {
     narrow = first && is_narrow();
     if (narrow) {
-      numbers.prepare(first_of<kNarrow / 2>(s), first_of<kWords * kNarrow / kN>(weights), state, o);
+      constexpr int kScores = Numbers::kScores * kNarrow / kN;
+      numbers.prepare(first_of<kScores>(s), first_of<kWords * kNarrow / kN>(weights), state, o);
     } else {
       numbers.prepare(s, weights, state, o);
     }

@@ -13,18 +13,21 @@ struct Fp8Args : FwdArgs {
 
 template <typename T>
 struct Fp8Numbers;  // numbers.cuh
+template <typename T>
+struct Fp8HalfNumbers;  // half_numbers.cuh
 
 // As FwdTraits. E: of out, and in mixed mode of q and k.
-template <typename E, int D, int Dv, bool kMixedMode>
+template <typename E, int D, int Dv, Operands kOperands>
 struct Fp8Traits {
   using Element = E;
-  using Numbers = Fp8Numbers<Fp8Traits>;
+  using Numbers =
+      std::conditional_t<kOperands == Operands::kSmallFp8, Fp8HalfNumbers<Fp8Traits>, Fp8Numbers<Fp8Traits>>;
   using Tile = WorkTile;
   using Args = Fp8Args;
-  static constexpr bool kMixed = kMixedMode, kNamesSequences = true, kParts = false, kPacked = false, kModified = false,
-                        kUnits = false;
+  static constexpr bool kMixed = kOperands == Operands::kMixed, kNamesSequences = true, kParts = false, kPacked = false,
+                        kModified = false, kUnits = false;
   static constexpr int kHeadDim = D, kHeadDimV = Dv;
-  static constexpr Fp8Tile kTile = fp8_tile(D, Dv, kMixed);
+  static constexpr Fp8Tile kTile = fp8_tile(D, Dv, kOperands);
   static constexpr int kBlockN = kTile.block_n, kConsumers = kTile.consumers, kBlockM = kTile.plain().block_m();
   static constexpr int kKeys = kBlockN, kNarrow = kBlockN;
   static constexpr int kKvStages = kTile.kv_stages, kQStages = kTile.q_stages, kThreads = kTile.plain().threads();

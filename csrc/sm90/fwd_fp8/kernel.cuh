@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../fwd/consume.cuh"
-#include "numbers.cuh"
+#include "half_numbers.cuh"
 #include "produce.cuh"
 
 namespace flash_ext::sm90 {

@@ -46,10 +46,10 @@ std::string launch_fwd_fp8_as(const FwdCall& c, const Launch& l) {
   return launch_planned(l, fwd_fp8_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }
 
-template <int D, int Dv, bool kMixed>
+template <int D, int Dv, Operands kOperands>
 std::string launch_fwd_fp8(const FwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype,
-                        [&]<typename E>() { return launch_fwd_fp8_as<Fp8Traits<E, D, Dv, kMixed>>(c, l); });
+                        [&]<typename E>() { return launch_fwd_fp8_as<Fp8Traits<E, D, Dv, kOperands>>(c, l); });
 }
 
 }  // namespace flash_ext::sm90

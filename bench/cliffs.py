@@ -41,11 +41,13 @@ KINDS = ("plain", "causal", "key_padding", "dropout", "documents", "bias_1hqk", 
          "bias_11qk_grad", "bias_b1qk_grad", "bias_bhqk_grad", "bias_1h1k",
          "fp32_bias_1hqk_grad")  # fmt: skip
 # These are swept at two head sizes only.
-RARE_KINDS = ("cross", "bias_11qk", "bias_b1qk", "bias_bh1k_grad", "bias_bhq1_grad", "fp32_bias_11qk_grad",
-              "fp32_bias_b1qk_grad", "fp32_bias_bh1k_grad")  # fmt: skip
+RARE_KINDS = ("cross", "few_rows", "bias_11qk", "bias_b1qk", "bias_bh1k_grad", "bias_b11k_grad",
+              "bias_111k_grad", "bias_bhq1_grad", "bias_1hq1_grad", "bias_b1q1_grad", "bias_11q1_grad", "fp16_bias_1hqk_grad",
+              "fp32_bias_11qk_grad", "fp32_bias_b1qk_grad", "fp32_bias_bh1k_grad")  # fmt: skip
 RARE_HEAD_DIMS = (32, 128)
 ONE_HEAD_KINDS = ("plain", "bias_1hqk_grad")  # also swept with one head, and more sequences
 CROSS_KEYS = 77
+FEW_ROWS = 16  # of "few_rows", whose lengths are numbers of keys
 MOST_SCORES, MOST_ELEMENTS, MOST_BATCH = 2**28, 2**26, 2**15
 OURS, PEER = "flash_ext", "efficient"
 NEIGHBOURS = 2.0  # times the time of a neighbour
@@ -56,6 +58,7 @@ NEARLY, AGAIN = 0.97, 10  # of that, from where on points are measured again, an
 class Point:
     """One shape and feature in one direction; times in microseconds, None where a program refuses.
 
+    seqlen: of queries, and but for "cross" of keys; of "few_rows" that of keys.
     over_floor: our time over the floor of this run.
     scores: that are visible, of all batch entries and heads.
     refusal: what flash_ext raises.
@@ -104,19 +107,24 @@ def batch_of(seqlen_q: int, seqlen_k: int, heads: int, head_dim: int) -> int:
     return max(1, min(by_scores, by_elements, MOST_BATCH))
 
 
+def dtype_of(kind: str) -> torch.dtype:
+    """Of q, k and v."""
+    return torch.float16 if kind.startswith("fp16") else torch.bfloat16
+
+
 def bias_of(kind: str, *sizes: int) -> Tensor | None:
     """The bias that a kind names; ``sizes``: batch, heads, queries, keys."""
     if "bias" not in kind:
         return None
-    letters = kind.removeprefix("fp32_").removeprefix("bias_").removesuffix("_grad")
+    letters = kind.split("bias_")[1].removesuffix("_grad")
     shape = [1 if letter == "1" else size for letter, size in zip(letters, sizes, strict=True)]
-    dtype = torch.float32 if kind.startswith("fp32") else torch.bfloat16
+    dtype = torch.float32 if kind.startswith("fp32") else dtype_of(kind)
     return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=kind.endswith("grad"))
 
 
 def calls_of(head_dim: int, seqlen: int, seqlen_k: int, batch: int, heads: int, kind: str) -> Calls:
     """Both programs on the same random numbers, each in its own layout."""
-    q, k, v, dout = (torch.randn(batch, rows, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v, dout = (torch.randn(batch, rows, heads, head_dim, device="cuda", dtype=dtype_of(kind))
                      for rows in (seqlen, seqlen_k, seqlen_k, seqlen))  # fmt: skip
     options: dict = {"causal": kind == "causal"}
     peer: dict | None = {"is_causal": kind == "causal"}
@@ -125,7 +133,7 @@ def calls_of(head_dim: int, seqlen: int, seqlen_k: int, batch: int, heads: int, 
     visible = seqlen * seqlen_k * (0.5 if kind == "causal" else 1.0)  # scores of a head
     if bias is not None:
         options["bias"] = bias
-        rounded = bias.detach().to(torch.bfloat16).requires_grad_(bias.requires_grad)
+        rounded = bias.detach().to(dtype_of(kind)).requires_grad_(bias.requires_grad)
         peer["attn_mask"] = rounded.expand(batch, heads, seqlen, seqlen_k)
         learned, peer_learned = ([bias], [rounded]) if bias.requires_grad else ([], [])
     elif kind == "key_padding":
@@ -207,9 +215,10 @@ def measured_at(
 ) -> Iterator[Point]:
     """Its points, forward and backward. speeds: bytes and operations a microsecond."""
     head_dim, seqlen, heads, kind = place
+    seqlen_q = FEW_ROWS if kind == "few_rows" else seqlen
     seqlen_k = CROSS_KEYS if kind == "cross" else seqlen
-    batch = batch_of(seqlen, seqlen_k, heads, head_dim)
-    calls = calls_of(head_dim, seqlen, seqlen_k, batch, heads, kind)
+    batch = batch_of(seqlen_q, seqlen_k, heads, head_dim)
+    calls = calls_of(head_dim, seqlen_q, seqlen_k, batch, heads, kind)
     for at, (direction, both) in enumerate((("fwd", calls.forward), ("bwd", calls.backward))):
         samples, failures = timing.measure(both, timer, 2, seconds)
         us = {name: 1e3 * sample.quartiles()[1] for name, sample in samples.items()}

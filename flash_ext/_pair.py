@@ -65,7 +65,8 @@ def forward(
             gradient: call it under ``torch.no_grad()``.
 
     Returns:
-        out (b, seqlen_q, h, dv) and lse (b, h, seqlen_q), or packed (total_q, h, dv) and (h, total_q).
+        out (b, seqlen_q, h, dv) and lse (b, h, seqlen_q), or packed (total_q, h, dv) and (h, total_q). The
+        error of lse is that of :class:`AuxRequest`.
         Rounded to the dtype of q, an out of ``out_dtype`` float32 is the usual one bit for bit.
 
     Raises:

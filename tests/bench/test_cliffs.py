@@ -105,7 +105,7 @@ def test_a_kind_names_the_shape_of_its_bias(monkeypatch: pytest.MonkeyPatch) -> 
             letters = kind.split("bias_")[1][:4]
             assert bias.shape == tuple(sizes.get(letter, 1) for letter in letters)
             assert bias.requires_grad == kind.endswith("_grad")
-            assert bias.dtype == (torch.float32 if kind.startswith("fp32") else torch.bfloat16)
+            assert bias.dtype == (torch.float32 if kind.startswith("fp32") else cliffs.dtype_of(kind))
 
 
 def test_the_sweep_has_every_kind_and_one_head() -> None:
@@ -123,7 +123,7 @@ def test_work_is_about_constant() -> None:
     for head_dim, usual in cliffs.HEADS.items():
         for heads in (1, usual):
             for s_q, s_k in [(s, s) for s in cliffs.SEQLENS] + [
-                (s, cliffs.CROSS_KEYS) for s in cliffs.SEQLENS
+                pair for s in cliffs.SEQLENS for pair in ((s, cliffs.CROSS_KEYS), (cliffs.FEW_ROWS, s))
             ]:
                 batch = cliffs.batch_of(s_q, s_k, heads, head_dim)
                 scores, elements = batch * heads * s_q * s_k, batch * heads * max(s_q, s_k) * head_dim

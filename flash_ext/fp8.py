@@ -53,7 +53,7 @@ class Fp8Inputs:
             the others, and what k holds for them does not matter.
         small: whether no number of q and k exceeds 16 in size and d is at most 128, as :func:`quantize_fp8`
             leaves them. Their products then fit float16, with which the kernel of head_dim 65 to 128 is
-            faster.
+            faster. Where it says so of larger numbers, keys may be left out, and rows NaN.
     """
 
     q: Tensor
@@ -322,8 +322,8 @@ def attention_fp8(
 
     On Hopper GPUs, in mixed mode for d and dv up to 128, and on the CPU, which rounds the same numbers.
     Weights are rounded to e4m3 below a maximum that keeps each of them below its largest number, 448; sums
-    are float32, of unrounded weights. Masks other than these, biases, softcap and dropout have no fp8 kernel
-    and are refused.
+    are float32, of weights before that rounding. Masks other than these, biases, softcap and dropout have no
+    fp8 kernel and are refused.
 
     Source: FlashAttention-3, Shah et al. 2024, https://arxiv.org/abs/2407.08608.
 

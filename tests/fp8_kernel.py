@@ -25,7 +25,7 @@ TOP_LOG2 = 4.70043972  # log2 of 26
 FEW_KEYS_LOG2 = 4.0
 SUM_LIMIT = 448.0
 FAR, FAR_IN_HALF = 2.0**22, 1024.0
-LEAST_SCALE, LEAST_SCALE_IN_HALF = 2.0**-126, 2.0**-24
+LEAST_SCALE, LEAST_SCALE_IN_HALF, MOST_SCALE_IN_HALF = 2.0**-126, 2.0**-24, 65504.0
 GROUP_ROWS, WARP_ROWS, KEYS_OF_ACCUMULATOR = 64, 16, 1024
 
 
@@ -101,7 +101,10 @@ def weights_of(s: Tensor, scale: Tensor, rows: Rows, first: bool, half: bool) ->
     else:
         tried = _power(s64 * scale64 + rows.minus_max.double().unsqueeze(-1))
         shares = tried.unflatten(-1, (-1, 8)).sum(-2)
-    again = of_warps(~(shares <= rows.limit.unsqueeze(-1)).all(-1))
+    bad = ~(shares <= rows.limit.unsqueeze(-1)).all(-1)
+    if half:
+        bad = bad | ~(scale <= MOST_SCALE_IN_HALF)
+    again = of_warps(bad)
     product = -largest * scale
     lower = torch.minimum(rows.minus_max, _rounded_maximum(product + TOP_LOG2, half))
     nothing = lower == math.inf

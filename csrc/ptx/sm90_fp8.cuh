@@ -100,15 +100,10 @@ __device__ __forceinline__ void wgmma_ss_e4m3(float (&d)[kCount], uint32_t low_a
   }
 }
 
-// d (64 x 4 kCount, pairs of fp16) = or += A (64 x 32) B (32 x 4 kCount).
-template <bool kAccumulate, int kCount>
-__device__ __forceinline__ void wgmma_ss_e4m3(uint32_t (&d)[kCount], uint32_t low_a, uint32_t low_b) {
-  if constexpr (kCount == 16) {
-    FX_QGMMA_SS_HALF(64, 16, 16, 17, 18, 19, FX_PAIRS_8(0), FX_PAIRS_8(8));
-  } else {
-    static_assert(kCount == 32);
-    FX_QGMMA_SS_HALF(128, 32, 32, 33, 34, 35, FX_PAIRS_8(0), FX_PAIRS_8(8), FX_PAIRS_8(16), FX_PAIRS_8(24));
-  }
+// d (64 x 128, pairs of fp16) = or += A (64 x 32) B (32 x 128).
+template <bool kAccumulate>
+__device__ __forceinline__ void wgmma_ss_e4m3(uint32_t (&d)[32], uint32_t low_a, uint32_t low_b) {
+  FX_QGMMA_SS_HALF(128, 32, 32, 33, 34, 35, FX_PAIRS_8(0), FX_PAIRS_8(8), FX_PAIRS_8(16), FX_PAIRS_8(24));
 }
 
 // d (64 x 2 kCount, fp32) += A (64 x 32, registers) B (32 x 2 kCount, with rows as kHigh says).

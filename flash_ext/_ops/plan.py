@@ -75,8 +75,8 @@ def plan(text: str) -> dict[str, Any]:
             bias (1, heads, Q, K), full_bias (batch, heads, Q, K), float_bias (in fp32), relative, dropout,
             mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks;
             or "fp8" or "mixed" alone, for :func:`flash_ext.fp8.attention_fp8` of what quantize_fp8 makes, or
-            "any_fp8", of what Fp8Inputs.of does. "seqused" beside one of these: how many keys a sequence has
-            is on the device alone (seqused_k).
+            "any_fp8", of what Fp8Inputs.of does, and where the largest scores are asked for. "seqused" beside
+            one of these: how many keys a sequence has is on the device alone (seqused_k).
             Backwards: alibi, the biases, relative and sinks followed by _gradient want that gradient as well;
             "without_qkv" wants no others.
             Keys in a cache: "pages" (page_size=N), "entries" (one a sequence) or, with "packed", "rows", of

@@ -202,10 +202,10 @@ def test_lengths(device: str, lengths: tuple[int, int], causal: bool) -> None:
     check(x, gate=0.05, causal=causal)  # few keys: no errors cancel
 
 
-@pairs_on_cpu(gpu=ON_GPU, strength=1, how=QUANTISATIONS, options=MASKS[:3])
-def test_packed(device: str, how: dict, options: dict) -> None:
+@pairs_on_cpu(gpu=ON_GPU, strength=1, how=QUANTISATIONS, options=MASKS[:3], dim=[64, 128])
+def test_packed(device: str, how: dict, options: dict, dim: int) -> None:
     """With rows of no sequence in front and behind, one side empty, and lengths off every grid."""
-    q, k, v = make(400, 700, packed=True, device=device)
+    q, k, v = make(400, 700, packed=True, dim=dim, device=device)
     q[:3], k[690:], v[:5] = math.nan, math.nan, math.nan
     bounds = bounds_of([3, 103, 103, 390], [5, 205, 240, 690], device=device)
     check(quantize_fp8(q, k, v, **bounds, **how), **options)
@@ -376,8 +376,9 @@ def test_tensors_that_are_fp8_already(device: str, packed: bool) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_shows(device: str, bad: float) -> None:
-    q, k, v = make(100, 300, device=device)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_is_not_finite_shows(device: str, bad: float, dim: int) -> None:
+    q, k, v = make(100, 300, dim=dim, device=device)
     v[0, 7, 0, 3] = bad
     out = attention_fp8(quantize_fp8(q, k, v))
     assert out[0, :, :2, 3].isnan().all() and out[1].isfinite().all() and out[0, :, 2:].isfinite().all()

@@ -217,6 +217,8 @@ __device__ __forceinline__ void consume_dk(const typename T::Args& a, uint32_t s
     if (!T::kFreesV && steps.is_last()) me.arrive(bars.v_empty());
     dout_ring.advance();
     wait(bars.weights_full(handed.stage), handed.phase);
+    // racecheck reports -delta, read here with dropout. This warp frees the Q of the step behind it (release), and the copy
+    // that writes there next has waited for that (acquire).
     const unsigned char* from = smem_bytes + T::kWeightsAt + handed.stage * T::kWeightBytes + me.thread() * 16;
     [[maybe_unused]] const float* delta = minus_delta();
     [[maybe_unused]] const float keep = keep_scale_of<T>(a);

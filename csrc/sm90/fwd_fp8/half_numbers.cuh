@@ -7,7 +7,8 @@
 
 namespace flash_ext::sm90 {
 
-inline constexpr float kLeastHalfScale = 0x1p-24f;
+// Scales of fp16: the least number, below which all scores count as alike, and the largest.
+inline constexpr float kLeastHalfScale = 0x1p-24f, kMostHalfScale = 65504.f;
 // From here on fp16 rounds maxima by 1/2 and more; such rows go the way of fp32.
 inline constexpr float kFarHalfMaximum = 1024.f;
 
@@ -27,11 +28,13 @@ struct HalfScores {
   }
 };
 
-// p = weights of s by the maxima there are. False when they must not be used.
+// p = weights of s by the maxima there are. False when they must not be used. The scale is rounded to 11 bits here, and not
+// where a tile is done again: two such tiles differ by up to 2^-12 of a score.
 template <int kCount>
 __device__ __forceinline__ bool try_half_weights(const uint32_t (&s)[kCount], uint32_t (&p)[kCount / 2],
                                                  RowState& state, float scale) {
-  static_assert(kCount / 4 * 26 <= 448);
+  static_assert(kCount / 2 * 26 <= 448);
+  if (!(scale <= kMostHalfScale)) return false;  // NaN as well: both would hide what they multiply
   const uint32_t by = half_pair(fmaxf(scale, kLeastHalfScale));
   const uint32_t minus_max[2] = {half_pair(state.minus_max[0]), half_pair(state.minus_max[1])};
   uint32_t sum[2] = {};

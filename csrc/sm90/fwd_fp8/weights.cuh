@@ -39,7 +39,7 @@ __device__ __forceinline__ void form_weights(uint32_t (&p)[kCount / 4], const fl
 template <int kCount>
 __device__ __forceinline__ bool try_fp8_weights(const float (&s)[kCount], uint32_t (&p)[kCount / 4], RowState& state,
                                                 float scale) {
-  static_assert(kCount / 8 * 26 <= 448);
+  static_assert(kCount / 4 * 26 <= 448);
   float sum[2][2] = {};
   form_weights(p, s, [&](int at, int r) {
     const float x = ptx::ex2(fmaf(s[at], scale, state.minus_max[r]));

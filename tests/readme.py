@@ -1,8 +1,9 @@
 """The README as a program: ``python -m tests.readme`` prints its lines as one shell script, in their order.
 
-Lines of its ``sh`` blocks, and programs of ours that its text names, are taken as they stand. Each Python
-block is added to a file in the folder, which is then run. What measures a GPU takes hours: it is given none,
-and must end in words that say so. .ci/run gives the script an empty environment.
+Lines of its ``sh`` blocks, and what its text names of our programs and of commands that install or
+measure, are taken as they stand. Each Python block is added to a file in the folder, which is then run.
+What measures a GPU takes hours: it is given none, and must end in words that say so. What compiles for
+the GPU of the machine may say that there is none. .ci/run gives the script an empty environment.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ from pathlib import Path
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 SAVED = "quickstart.py"
-# A fenced block, or a program of ours in the text.
-STEP = re.compile(r"^```(\w*)\n(.*?)^```$|`(python -m (?:flash_ext|bench)\.[^`\n]+)`", re.M | re.S)
+# A fenced block, or a command in the text.
+STEP = re.compile(
+    r"^```(\w*)\n(.*?)^```$"
+    r"|`(python -m (?:flash_ext|bench)\.[^`\n]+|make bench"
+    r"|(?:FLASH_EXT_ARCHS=native |uv )pip install [^`\n]+)`",
+    re.M | re.S,
+)
 MEASURES = re.compile(r"make bench|python -m bench\.")
+FOR_THIS_GPU = re.compile(r"FLASH_EXT_ARCHS=native ")
 BEGINNING = """\
 set -e
 asks_for_a_gpu() {
@@ -24,6 +31,16 @@ asks_for_a_gpu() {
     printf '%s\\nwithout a GPU it did not say that it needs one: %s\\n' "$said" "$1"
     return 1
   fi
+}
+compiles_for_a_gpu() {
+  if ! said=$(bash -c "$1" 2>&1) && ! grep "there is no GPU here to compile for" <<<"$said"; then
+    printf '%s\\nit did not compile, and did not say that there is no GPU: %s\\n' "$said" "$1"
+    return 1
+  fi
+}
+uv() {
+  type -P uv > /dev/null || pip install --quiet uv
+  command uv "$@"
 }
 """
 
@@ -51,7 +68,12 @@ def script(text: str) -> str:
             lines += [f"cat >> {SAVED} <<'END'\n{step}END", f"echo '$ python {SAVED}'", f"python {SAVED}"]
             continue
         lines.append(f"echo {shlex.quote('$ ' + step)}")
-        lines.append(f"asks_for_a_gpu {shlex.quote(step)}" if MEASURES.match(step) else step)
+        function = (
+            "asks_for_a_gpu" if MEASURES.match(step)
+            else "compiles_for_a_gpu" if FOR_THIS_GPU.match(step)
+            else ""
+        )  # fmt: skip
+        lines.append(f"{function} {shlex.quote(step)}" if function else step)
     return "\n".join(lines) + "\n"
 
 

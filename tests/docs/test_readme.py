@@ -13,7 +13,7 @@ import flash_ext
 from tests import readme
 from tests.docs.test_docs import README, code_blocks, rows, section, text_of
 
-COMMANDS = ("pip", "python", "make")
+COMMANDS = ("pip", "python", "make", "uv")
 SAYS_SO = 'case "$*" in *bench*) echo "no GPU is visible to torch, and a CPU would take hours"; exit 2;; esac'
 
 
@@ -45,11 +45,18 @@ def follow(folder: Path, text: str, behaviour: str = SAYS_SO) -> tuple[int, list
 def test_every_line_of_the_readme_is_followed_in_its_order(tmp_path):
     status, called, _ = follow(tmp_path, text_of(README))
     assert status == 0
-    assert called[:3] == ["pip install .", "python -m flash_ext.info", f"python {readme.SAVED}"]
+    first = [
+        "pip install .",
+        "pip install .",
+        "uv pip install setuptools>=77.0.3,<82 ninja",
+        "uv pip install .",
+    ]
+    assert called[:6] == [*first, "python -m flash_ext.info", f"python {readme.SAVED}"]
+    assert "make bench" in called
     assert called[-4:] == ["make demo", "make docs", "make lint", "make test"]
     written = "".join(code_blocks(README, "sh")).splitlines()
     lines = [line.partition("#")[0].strip() for line in written]
-    assert [line for line in called if line in lines] == lines
+    assert [line for line in dict.fromkeys(called) if line in lines] == lines
     named = set(re.findall(r"`(python -m (?:flash_ext|bench)\.[^`]+)`", text_of(README)))
     assert named <= set(called)
     # The saved file grows by one block at a time, and last holds all of them.
@@ -58,7 +65,15 @@ def test_every_line_of_the_readme_is_followed_in_its_order(tmp_path):
     assert [path.read_text() for path in saved] == ["".join(blocks[: n + 1]) for n in range(len(blocks))]
 
 
-FAILING = ["pip install .", f"python {readme.SAVED}", "make demo", "make docs", "make lint", "make test"]
+FAILING = [
+    "pip install .",
+    "uv pip install .",
+    f"python {readme.SAVED}",
+    "make demo",
+    "make docs",
+    "make lint",
+    "make test",
+]
 
 
 @pytest.mark.parametrize("failing", FAILING)
@@ -95,3 +110,12 @@ def test_make_demo_says_the_times_of_the_readme():
     assert f"compiles the kernels ({times['compile']} on two cores)" in said
     (comment,) = re.findall(r"^make demo +# (.+)$", text_of(README), re.M)
     assert "in under two minutes" in comment and "in under two minutes" in said
+
+
+@pytest.mark.parametrize(
+    ("said", "status"), [("there is no GPU here to compile for", 0), ("no space left on device", 1)]
+)
+def test_a_build_for_this_gpu_may_say_that_there_is_none(tmp_path, said, status):
+    behaviour = f'{SAYS_SO}\n[ -z "$FLASH_EXT_ARCHS" ] || {{ echo "{said}"; exit 1; }}'
+    ended, called, output = follow(tmp_path, text_of(README), behaviour)
+    assert ended == status and said in output and ("make test" in called) == (status == 0)

@@ -87,7 +87,7 @@ demo:
 	echo "make demo: the first time compiles the kernels (7 to 18 minutes on two cores); then trains and measures, in under two minutes" >&2; \
 	$(prepared) && $$py -m examples.train $(ARGS)
 
-PYTHON_SOURCES = bench csrc examples flash_ext tests setup.py
+PYTHON_SOURCES = bench csrc docs/conf.py examples flash_ext tests setup.py
 KERNEL_SOURCES = git ls-files -z csrc | grep -zE '[.](h|cpp|cu|cuh)$$'
 
 lint: MODULES = ruff mypy importlinter
@@ -95,7 +95,7 @@ lint: EXTRAS = dev
 lint:
 	@$(environment) && $$py -m ruff check $(PYTHON_SOURCES) && $$py -m ruff format --check $(PYTHON_SOURCES) && \
 	$$py -m mypy && $$(dirname $$py)/lint-imports --no-cache --no-logo && \
-	$(KERNEL_SOURCES) | xargs -0 $$(dirname $$py)/clang-format --dry-run --Werror
+	git rev-parse --git-dir > /dev/null && $(KERNEL_SOURCES) | xargs -0 $$(dirname $$py)/clang-format --dry-run --Werror
 
 docs: MODULES = sphinx myst_parser furo
 docs: EXTRAS = docs

@@ -90,6 +90,8 @@ def test_it_names_all_that_the_package_shows():
     public = [name for name in dir(flash_ext) if not name.startswith("_")]
     assert len(public) > 15
     assert not [name for name in public if not re.search(rf"(?<!\w){name}(?!\w)", code)]
+    (line,) = re.findall(r"^The package shows (.+) \(\[reference\]", text, re.M)
+    assert re.findall(r"`(\w+)`", line) == public
     assert len(text.splitlines()) <= 180
 
 

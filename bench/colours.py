@@ -25,6 +25,8 @@ COLOURS = {
     "FlexAttention": "#332288",
     "materialised": "#7F7F7F",
 }
+# Of what is no library: stages of an algorithm, parts of a time, kinds of bytes.
+OTHER_COLOURS = ("#6699CC", "#DDCC77", "#99CC99", "#CC99BB", "#88CCEE", "#661100", "#117733")
 _LABELS = {
     "fp8": f"{OURS}, fp8",
     "fp8-hadamard": f"{OURS}, fp8, rotated",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.colours import COLOURS
+from bench.colours import COLOURS, OTHER_COLOURS
 from examples.ladder.rungs import RUNGS
 
 from .claims import PARTS
@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 # Rungs have the colours of the benchmark's columns where they are the same thing.
 RUNG_COLOURS = {
     "standard": COLOURS["materialised"],
-    "fa1": "#332288",
-    "fa2-one-cta": "#88CCEE",
-    "fa2-divided": "#44AA99",
-    "fa2-ladder": "#117733",
+    "fa1": OTHER_COLOURS[0],
+    "fa2-one-cta": OTHER_COLOURS[4],
+    "fa2-divided": OTHER_COLOURS[5],
+    "fa2-ladder": OTHER_COLOURS[6],
     "triton": COLOURS["FlashAttention-2 (Triton)"],
     "mem": COLOURS["memory-efficient (PyTorch)"],
     "fa2": COLOURS["FlashAttention-2 (PyTorch)"],
     "sm80": COLOURS["flash_ext, sm80"],
     "flash_ext": COLOURS["flash_ext"],
 }
-PART_COLOURS = ("#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#009E73")
 
 
 def draw(evidence: Evidence, folder: Path) -> list[Path]:
@@ -132,7 +131,7 @@ def _draw_breakdown(axis: Axes, rows: list[Row]) -> None:
     if not set(PARTS) <= set(ms):
         return
     bottom = 0.0
-    for part, colour in zip(PARTS, PART_COLOURS):
+    for part, colour in zip(PARTS, OTHER_COLOURS):
         axis.bar("standard", ms[part], 0.6, bottom=bottom, color=colour)
         axis.text(0, bottom + ms[part] / 2, part, ha="center", va="center", fontsize=8)
         bottom += ms[part]
@@ -165,7 +164,7 @@ def _draw_bytes(axis: Axes, profiled: list[Row], timed: list[Row]) -> None:
             [v * 1e-9 for v in values],
             0.25,
             label=name,
-            color=("#7F7F7F", "#0072B2", "#D55E00")[index],
+            color=OTHER_COLOURS[index],
         )
     axis.set_xticks(range(len(rows)), [str(r["name"]) for r in rows], fontsize=8)
     axis.set(title="Bytes moved: B{} H{} N{} d{}".format(*shape_of(rows[0])), ylabel="GB", yscale="log")
@@ -183,7 +182,7 @@ def _draw_contexts(axis: Axes, rows: list[Row], where: str) -> None:
         axis.plot(
             [sum(part) / len(part) for part in parts],
             linestyle="-" if is_long else "--",
-            color="#D55E00" if window == rows[0]["window"] else "#0072B2",
+            color=OTHER_COLOURS[0 if window == rows[0]["window"] else 5],
             label=f"context {row['name']} of {window} bytes: held out {number(row, 'held_out'):.3f}",
         )
     axis.set(

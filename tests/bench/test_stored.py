@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import report
-from bench.colours import COLOURS, label_of
+from bench.colours import COLOURS, OTHER_COLOURS, label_of
 from bench.entrants import OursFp8
 from bench.peers import CPU_PEERS, GPU_PEERS
 from bench.peers_fp8 import FP8_PEERS
@@ -44,4 +44,5 @@ def test_ours_has_one_name_and_each_column_its_own_colour():
     names = ["sm90", "sm90-det", "sm80", "sm80-det", *GPU_PEERS, *CPU_PEERS, "sdpa", "materialised"]
     names += [*OursFp8.kinds, *FP8_PEERS]
     assert {label_of(name, "sm90") for name in names} == set(COLOURS)
-    assert len({colour.lower() for colour in COLOURS.values()}) == len(COLOURS)
+    colours = [colour.lower() for colour in (*COLOURS.values(), *OTHER_COLOURS)]
+    assert len(set(colours)) == len(colours)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._attention import Layout, refuse_factors_without_cache, refuse_over_cache
+from ._attention import Layout, _wants, refuse_factors_without_cache, refuse_over_cache
 from ._log import logged
 from ._masks.biases import Bias
 from ._masks.value import Mask
@@ -91,6 +91,8 @@ def explain(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    return_aux: Any = None,
     layout: Layout = "bshd",
     deterministic: bool | None = None,
     backend: str | None = None,
@@ -111,6 +113,7 @@ def explain(
         seqused_k, block_table, k_descale, v_descale: as in :func:`attention_varlen` over a cache. Without
             cu_seqlens_q the queries are dense, as in :func:`flash_ext.serving.flash_attn_with_kvcache`.
         causal, window_size, scale, mask, sinks, softcap, dropout_p, layout, deterministic, backend: as there.
+        generator, return_aux: as there, so that the arguments of a call serve; the first changes no kernel.
         bias: as there, and read as it is given. The first call of a DenseBias reads it so. Later ones on a
             GPU read a copy that it keeps, if its rows do not begin on 16 bytes.
         gpu: "9.0/132" explains for a GPU of that compute capability and so many multiprocessors, wherever the
@@ -124,6 +127,9 @@ def explain(
             where no backend serves the call the answer says so.
     """
     refuse_unknown(explain, unknown)
+    explain_tensors(q=q, k=k, v=v)
+    explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    wants_max = return_aux is not None and _wants(return_aux)[1]
     has_cache = seqused_k is not None or block_table is not None
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if not has_cache and (k_descale is not None or v_descale is not None):
@@ -141,6 +147,8 @@ def explain(
                 "num_heads, head_dim), pages (num_pages, page_size, num_heads, head_dim); leave layout out."
             )
         q, k, v = from_heads_first(layout, q, k, v)
+    if has_cache and (generator is not None or wants_max):
+        refuse_over_cache(generator=generator, max_scores=wants_max or None)
     asked = Asked(mask, bias, sinks, softcap, dropout_p)
     name = None if gpu else backend  # of another GPU only the plan knows whether it has one
     options = (max_seqlen_q, max_seqlen_k, scale, causal, window_size, deterministic, name)
@@ -150,6 +158,9 @@ def explain(
         call = _over_cache(q, k, v, places, (k_descale, v_descale), options, asked, is_on_cpu, bool(gpu))
     else:
         call = _of_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, options, asked, bool(gpu))
+    if wants_max and not call.forward.words:
+        said = "no largest scores are asked for, without modifiers a matter of other kernels"
+        call = call._replace(forward=call.forward._replace(assumed=[*call.forward.assumed, said]))
     if is_on_cpu:
         why = "the tensors are on the CPU"
         return Explanation("cpu", {}, {}, {"sm90": why, "sm80": why})
@@ -172,6 +183,10 @@ def explain(
     why_not = {name: why for name, why in forward["reasons"].items() if why}
     if forward["backend"] == "sm80" and "sm80" not in (backend or "") and not numbers["tma"]:
         why = "a row or head of q, k or v does not begin on 16 bytes, or one row stands for all"
+        why_not.setdefault("sm90", why)
+    is_portable = forward.get("row", "").startswith("sm80") and "sm80" not in (backend or "")
+    if is_portable and forward["reasons"].get("sm90") == "":
+        why = f"it can run the call, but row {forward['row']} is preferred (evidence {forward['evidence']})"
         why_not.setdefault("sm90", why)
     return Explanation(forward["backend"], {} if call.is_empty else forward, backward, why_not)
 
@@ -224,8 +239,6 @@ def _over_cache(
     if asked.dropout_p:
         refuse_over_cache(dropout_p=asked.dropout_p)
     cu_seqlens_q, cu_seqlens_k, seqused_k, block_table = places
-    explain_tensors(q=q, k=k, v=v)
-    explain_tensors(True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     explain_tensors(True, seqused_k=seqused_k, block_table=block_table)
     explain_tensors(True, k_descale=factors[0], v_descale=factors[1])
     most_q, most_k, scale, causal, window, _, backend = options

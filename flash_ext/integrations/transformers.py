@@ -30,6 +30,16 @@ from . import _fp8 as fp8
 from . import _paged as paged
 from ._t5 import hand_on_distances, hides_later_keys, relative_position
 
+__all__ = [
+    "NAME",
+    "NAME_IN_4",
+    "attention_forward",
+    "attention_mask",
+    "paged_attention_forward",
+    "recognise",
+    "register",
+]
+
 NAME = "fext"
 NAME_IN_4 = "flash_ext"
 
@@ -581,3 +591,7 @@ def _with_unit_stride(t: Tensor) -> Tensor:
 def _fitting(mask: Tensor, q: Tensor) -> Tensor:
     """A mask of a dtype that is taken: some models make theirs in float32 or in the dtype of the weights."""
     return mask if mask.dtype in (torch.bool, torch.float32, q.dtype) else mask.to(q.dtype)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("_"))])

@@ -103,8 +103,8 @@ PUBLIC_PARAMETERS = {
     "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, "
     "scale=None, enable_gqa=False",
     "explain": "q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *, max_seqlen_q=None, max_seqlen_k=None, "
-    f"seqused_k=None, block_table=None, k_descale=None, v_descale=None, {SCORES}, layout='bshd', "
-    "deterministic=None, backend=None, gpu=None, **unknown",
+    f"seqused_k=None, block_table=None, k_descale=None, v_descale=None, {SCORES}, generator=None, "
+    "return_aux=None, layout='bshd', deterministic=None, backend=None, gpu=None, **unknown",
     "count": "",
     "enable_sdpa": "",
     "disable_sdpa": "",
@@ -152,6 +152,10 @@ def test_modules_show_their_own_names_alone() -> None:
         assert [name for name in dir(module) if name[0] != "_"] == sorted(module.__all__)
     assert [name for name in dir(flash_ext.integrations) if name[0] != "_"] == ["transformers"]
     assert [name for name in dir(flash_ext.compat) if name[0] != "_"] == ["flash_attn"]
+    hugging_face, flash_attn = flash_ext.integrations.transformers, flash_ext.compat.flash_attn
+    assert [name for name in dir(hugging_face) if name[0] != "_"] == sorted(hugging_face.__all__)
+    modules = {"bert_padding", "flash_attn_interface"}
+    assert {name for name in dir(flash_attn) if name[0] != "_"} == {*flash_attn.__all__, *modules}
 
 
 def arguments_of_entry(name: str) -> list[str]:

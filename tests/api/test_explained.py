@@ -290,3 +290,40 @@ def test_one_head_of_q_for_all_is_named() -> None:
 
 def test_plans_in_words_assume_nothing() -> None:
     assert "assumed" not in planned.as_text(planned.plan(f"fwd alibi gpu={H200}"))
+
+
+def qkv_of(rows: int = ROWS, head_dim: int = 64) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros(BATCH, rows, HEADS, head_dim, dtype=torch.bfloat16) for _ in range(3))
+
+
+def test_the_arguments_of_a_call_serve() -> None:
+    q, k, v = qkv_of()
+    plain = flash_ext.explain(q, k, v, causal=True, gpu=H200)
+    generator = torch.Generator()
+    lse = flash_ext.AuxRequest(lse=True)
+    same = flash_ext.explain(q, k, v, causal=True, generator=generator, return_aux=lse, gpu=H200)
+    assert same.forward == plain.forward
+    largest = flash_ext.AuxRequest(max_scores=True)
+    asked = flash_ext.explain(q, k, v, causal=True, return_aux=largest, gpu=H200)
+    assert len(asked.forward["assumed"]) == len(plain.forward["assumed"]) + 1
+    assert "largest scores" in asked.forward["assumed"][-1]
+    modified = flash_ext.explain(q, k, v, softcap=30.0, return_aux=largest, gpu=H200)
+    assert modified.forward == flash_ext.explain(q, k, v, softcap=30.0, gpu=H200).forward
+    used = torch.full((BATCH,), ROWS, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="max_scores"):
+        flash_ext.explain(q, k, v, seqused_k=used, return_aux=largest, gpu=H200)
+
+
+def test_another_backend_that_could_run_is_named() -> None:
+    short = flash_ext.explain(*qkv_of(rows=16, head_dim=16), gpu=H200)
+    assert short.backend == "sm80" and "row sm80.fwd.short is preferred" in short.why_not["sm90"]
+    asked_for = flash_ext.explain(*qkv_of(), backend="sm80", gpu=H200)
+    assert asked_for.backend == "sm80" and "preferred" not in asked_for.why_not.get("sm90", "")
+    assert "sm90" not in flash_ext.explain(*qkv_of(), gpu=H200).why_not
+
+
+def test_arrays_of_numpy_get_a_way_out() -> None:
+    numpy = pytest.importorskip("numpy")
+    q, k, v = (numpy.zeros((BATCH, ROWS, HEADS, 64), numpy.float32) for _ in range(3))
+    with pytest.raises(TypeError, match="q must be a torch.Tensor.*torch.from_numpy"):
+        flash_ext.explain(q, k, v)

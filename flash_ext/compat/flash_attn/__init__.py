@@ -31,3 +31,8 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
+
+
+def __dir__() -> list[str]:
+    modules = ["bert_padding", "flash_attn_interface"]
+    return sorted([*__all__, *modules, *(name for name in globals() if name.startswith("_"))])

@@ -164,6 +164,9 @@ def explain(
     if is_on_cpu:
         why = "the tensors are on the CPU"
         return Explanation("cpu", {}, {}, {"sm90": why, "sm80": why})
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        why = f"kernels take float16 and bfloat16, got {q.dtype}"
+        return Explanation(None, {}, {}, {"sm90": why, "sm80": why})
     numbers = {
         "dtype": str(q.dtype).removeprefix("torch."),
         "batch": len(cu_seqlens_q) - 1 if cu_seqlens_q is not None else q.shape[0],

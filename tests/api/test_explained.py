@@ -327,3 +327,11 @@ def test_arrays_of_numpy_get_a_way_out() -> None:
     q, k, v = (numpy.zeros((BATCH, ROWS, HEADS, 64), numpy.float32) for _ in range(3))
     with pytest.raises(TypeError, match="q must be a torch.Tensor.*torch.from_numpy"):
         flash_ext.explain(q, k, v)
+
+
+def test_a_type_without_kernels_is_an_answer() -> None:
+    found = flash_ext.explain(*(t.float() for t in qkv_of()), gpu=H200)
+    assert found.backend is None and not found.forward and not found.backward
+    assert (
+        "float32" in found.why_not["sm90"] and "float32" in found.why_not["sm80"] and "float32" in str(found)
+    )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._count import counting, tally
+from ._ops.words import refuse_kind
 
 
 def merge_attention_states(
@@ -97,7 +98,7 @@ def _per_row(weight: Tensor) -> Tensor:
 def _check_types(**tensors: Any) -> None:
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__qualname__}.")
+            refuse_kind(name, t)
         if not t.is_floating_point():
             raise TypeError(f"{name} must be floating point, got {t.dtype}.")
 

@@ -13,6 +13,7 @@ from ._count import counting, tally
 from ._masks.atoms import Causal, Dense
 from ._masks.value import Mask, for_one_call
 from ._ops.dispatch import check_strided
+from ._ops.words import refuse_kind
 
 
 def scaled_dot_product_attention(
@@ -91,7 +92,7 @@ def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
     """The common shape of everything before heads, sequence and head_dim."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__qualname__}.")
+            refuse_kind(name, t)
         check_strided(name, t)
         if t.dim() < 2:
             raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(t.shape)}.")
@@ -148,7 +149,7 @@ def _to_dense_mask(mask: Tensor | None, batch: torch.Size) -> Tensor | None:
 def _check_mask(mask: Any, sizes: tuple[int, ...]) -> None:
     """In words of this function; what is left to say is said by :func:`flash_ext.attention`."""
     if not isinstance(mask, Tensor):
-        raise TypeError(f"attn_mask must be a torch.Tensor or None, got {type(mask).__qualname__}.")
+        refuse_kind("attn_mask", mask, True)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
             "attn_mask must be torch.bool (True = take part) or floating point (added to the scores), got "

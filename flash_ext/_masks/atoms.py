@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -437,11 +437,28 @@ def _check_rows(tensor: Tensor, name: str, side: str, length: int, sizes: Sizes)
     elif sizes.packed:
         if given != (length,):
             raise ValueError(f"{name} must have shape (total_{side[0]},) = ({length},), got {given}.")
-    elif given[-1] != length or given[0] not in (1, sizes.batch) and len(given) == 2:
+    else:
+        fits = len(given) == 1 or given[0] in (1, sizes.batch)
+        if fits and given[-1] == length:
+            return
+        hint = if_exchanged(sizes, lambda other: fits and given[-1] == other.q_len)
         raise ValueError(
             f"{name} must have shape (batch, {side}) = {(sizes.batch, length)}, where batch may be 1 or left "
-            f"out, got {given}."
+            f"out, got {given}.{hint}"
         )
+
+
+def if_exchanged(sizes: Sizes, fits: Callable[[Sizes], bool]) -> str:
+    """What to say where what does not fit would, were heads the length, with as many keys as queries."""
+    if sizes.packed or sizes.cached or sizes.num_heads == 1 or sizes.k_len == 0 or sizes.q_len % sizes.k_len:
+        return ""  # k_len would be the number of key heads
+    length = sizes.num_heads
+    if not fits(sizes._replace(num_heads=sizes.q_len, q_len=length, k_len=length)):
+        return ""
+    return (
+        " It would fit with heads and length exchanged: q, k and v are (batch, seqlen, num_heads, head_dim), "
+        'with layout="bhsd" (batch, num_heads, seqlen, head_dim), and transpose(1, 2) makes one of the other.'
+    )
 
 
 def check_broadcast(tensor: Tensor, name: str, sizes: Sizes, hint: str = "") -> None:
@@ -449,10 +466,12 @@ def check_broadcast(tensor: Tensor, name: str, sizes: Sizes, hint: str = "") -> 
     may those over a cache.
     """
     want = (sizes.batch, sizes.num_heads, sizes.q_len, sizes.k_len)
-    pairs = list(zip((1, 1, 1, 1, *tensor.shape)[-4:], want))
+    given = (1, 1, 1, 1, *tensor.shape)[-4:]
+    pairs = list(zip(given, want))
     ends_freely = sizes.packed or sizes.cached
     if all(n in (1, size) for n, size in (pairs[:2] if ends_freely else pairs)):
         return
+    hint = hint or if_exchanged(sizes, lambda other: all(n in (1, m) for n, m in zip(given, other[1:5])))
     shape = f"(batch, num_heads, q_len, k_len) = {want}"
     if ends_freely:
         shape = f"(batch, num_heads, any, any) = ({want[0]}, {want[1]}, any, any) inside each sequence"

@@ -16,6 +16,7 @@ from .atoms import (
     KeyMask,
     Window,
     check_broadcast,
+    if_exchanged,
 )
 from .biases import ALiBi, Bias, DenseBias, terms_of
 from .block_algebra import value_of
@@ -276,24 +277,38 @@ def _of_bias(bias: Bias | None, sizes: Sizes) -> dict[str, Any]:
         )
     for tensor in dense:
         check_broadcast(tensor, "DenseBias", sizes)
-    for table in (position.table for position in positions):
-        if table.shape[0] not in (1, sizes.num_heads):
-            hint = " Turn it with .t()." if table.shape[1] == sizes.num_heads else ""
-            raise ValueError(
-                f"RelativePosition: table must have shape ({sizes.num_heads} or 1, buckets), a row for each "
-                f"head of q, got {tuple(table.shape)}.{hint}"
-            )
+    for position in positions:
+        _check_table(position.table, sizes)
     for slope in slopes:
-        if tuple(slope.shape) not in ((sizes.num_heads,), (sizes.batch, sizes.num_heads)):
-            raise ValueError(
-                f"ALiBi: slopes must have shape (num_heads,) or (batch, num_heads), here "
-                f"({sizes.num_heads},) or ({sizes.batch}, {sizes.num_heads}), got {tuple(slope.shape)}."
-            )
+        _check_slopes(tuple(slope.shape), sizes)
     return {
         "bias": _sum_of(bias, dense),
         "slopes": slopes[0] if slopes else None,
         "position": positions[0] if positions else None,
     }
+
+
+def _check_table(table: Tensor, sizes: Sizes) -> None:
+    if table.shape[0] not in (1, sizes.num_heads):
+        hint = if_exchanged(sizes, lambda other: table.shape[0] == other.num_heads)
+        if table.shape[1] == sizes.num_heads:
+            hint = " Turn it with .t()."
+        raise ValueError(
+            f"RelativePosition: table must have shape ({sizes.num_heads} or 1, buckets), a row for each "
+            f"head of q, got {tuple(table.shape)}.{hint}"
+        )
+
+
+def _check_slopes(given: tuple[int, ...], sizes: Sizes) -> None:
+    def fits(sizes: Sizes) -> bool:
+        return given in ((sizes.num_heads,), (sizes.batch, sizes.num_heads))
+
+    if not fits(sizes):
+        raise ValueError(
+            f"ALiBi: slopes must have shape (num_heads,) or (batch, num_heads), here "
+            f"({sizes.num_heads},) or ({sizes.batch}, {sizes.num_heads}), got {given}."
+            f"{if_exchanged(sizes, fits)}"
+        )
 
 
 def _sum_of(bias: Bias, dense: list[Tensor]) -> Tensor | None:

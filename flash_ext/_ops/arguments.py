@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._masks.atoms import Dense
+from .._masks.atoms import Dense, if_exchanged
 from .._masks.biases import Bias, DenseBias
 from .._masks.lower import terms_for
 from .._masks.value import Mask, Sizes, for_one_call
 from .modifiers import Modifiers
 from .prepared import check_devices, four_dimensions, prepared
+from .words import refuse_kind
 
 if TYPE_CHECKING:
     from torch import Generator
@@ -63,7 +64,7 @@ def modifiers_of(
     bias, slopes = added(bias_value(asked.bias, q), q, sizes, keep_repeats)
     sinks = asked.sinks
     if sinks is not None:
-        sinks = _per_head(sinks, "sinks", q, [(sizes.num_heads,)], "(num_heads,)")
+        sinks = _checked_sinks(sinks, q, sizes)
     if bias is None and slopes is None and sinks is None and softcap == 0 and dropout_p == 0:
         return shown.window, None if shown.is_plain else shown.mods
     mods = replace(
@@ -100,10 +101,7 @@ def mask_value(mask: Any) -> Mask | None:
         hint = " A bias goes into bias=." if isinstance(mask, Bias) else ""
         if "flex_attention" in type(mask).__module__:
             hint = " Build one with flash_ext.masks.BlockMask.from_torch."
-        raise TypeError(
-            "mask must be a mask of flash_ext.masks, a bool tensor or None, got "
-            f"{type(mask).__qualname__}.{hint}"
-        )
+        refuse_kind("mask", mask, wanted="a mask of flash_ext.masks, a bool tensor or None", hint=hint)
     return mask
 
 
@@ -124,10 +122,7 @@ def bias_value(bias: Any, q: Tensor) -> Bias | None:
         value: Bias = DenseBias(bias)
     elif not isinstance(bias, Bias):
         hint = " A mask goes into mask=." if isinstance(bias, Mask) else ""
-        raise TypeError(
-            "bias must be a bias of flash_ext.masks, a float tensor or None, got "
-            f"{type(bias).__qualname__}.{hint}"
-        )
+        refuse_kind("bias", bias, wanted="a bias of flash_ext.masks, a float tensor or None", hint=hint)
     else:
         value = bias
     check_devices(value, "bias", q)
@@ -268,14 +263,19 @@ def _check_bias_dtype(t: Tensor, q: Tensor) -> None:
 # ---- tensors -------------------------------------------------------------------------------------------
 
 
-def _per_head(t: Any, name: str, q: Tensor, shapes: list[tuple[int, ...]], layout: str) -> Tensor:
-    """Slopes or sinks in the dtype of the row statistics."""
-    _check_tensor(t, name)
-    if not t.is_floating_point():
-        raise TypeError(f"{name} must be floating point, got {t.dtype}. Convert it with .float().")
-    _check_device(t, name, q)
-    _check_shape(t, name, shapes, layout)
-    statistic: Tensor = t.to(_statistic(q)).contiguous()
+def _checked_sinks(sinks: Any, q: Tensor, sizes: Sizes) -> Tensor:
+    """In the dtype of the row statistics."""
+    if not isinstance(sinks, Tensor):
+        refuse_kind("sinks", sinks, True)
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks must be floating point, got {sinks.dtype}. Convert it with .float().")
+    _check_device(sinks, "sinks", q)
+    if sinks.shape != (sizes.num_heads,):
+        hint = if_exchanged(sizes, lambda other: sinks.shape == (other.num_heads,))
+        raise ValueError(
+            f"sinks must have shape (num_heads,), here ({sizes.num_heads},), got {_shape(sinks)}.{hint}"
+        )
+    statistic: Tensor = sinks.to(_statistic(q)).contiguous()
     return statistic
 
 
@@ -283,22 +283,11 @@ def _statistic(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _check_tensor(t: Any, name: str) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(t).__qualname__}.")
-
-
 def _check_device(t: Tensor, name: str, q: Tensor) -> None:
     if t.device != q.device:
         raise ValueError(
             f"{name} must be on the device of q, {q.device}, got {t.device}. Move it with .to(q.device)."
         )
-
-
-def _check_shape(t: Tensor, name: str, shapes: list[tuple[int, ...]], layout: str) -> None:
-    if all(t.shape != shape for shape in shapes):
-        wanted = " or ".join(map(str, shapes))
-        raise ValueError(f"{name} must have shape {layout}, here {wanted}, got {_shape(t)}.")
 
 
 def _shape(t: Tensor) -> tuple[int, ...]:

@@ -421,6 +421,16 @@ def from_heads_first(layout: Any, *tensors: Any) -> list[Tensor]:
             raise ValueError(
                 f"{name} must have shape (batch, num_heads, seqlen, head_dim), got {tuple(t.shape)}.{hint}"
             )
+    heads, heads_k = tensors[0].shape[1], tensors[1].shape[1]
+    if heads != heads_k and (heads < 1 or heads_k < 1 or heads % heads_k):
+        length, length_k = tensors[0].shape[2], tensors[1].shape[2]
+        is_default = length >= 1 and length_k >= 1 and length % length_k == 0
+        hint = " Tensors of shape (batch, seqlen, num_heads, head_dim) need no layout." if is_default else ""
+        # In the words of the operator, which cannot know that the layout is given.
+        raise ValueError(
+            "num_heads of q must be a positive multiple of num_heads of k and v, got "
+            f"{heads} and {heads_k}.{hint}"
+        )
     return [t.transpose(1, 2) for t in tensors]
 
 

@@ -19,6 +19,7 @@ from .dispatch import check_bounds, explain_options, explain_tensors, operator_o
 from .library import _C
 from .library_cached import flops_fwd_cached as flops_fwd_cached  # which registers the operators
 from .prepared import Prepared, prepared
+from .words import refuse_kind
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -283,7 +284,7 @@ def check_of_heads(q: Tensor, **given: Tensor | None) -> None:
         if t is None:
             continue
         if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(t).__name__}.")
+            refuse_kind(name, t, True)
         if not t.is_floating_point():
             raise TypeError(f"{name} must be floating point, got {t.dtype}.")
         if t.shape[-1:] != q.shape[-2:-1] or not 1 <= t.dim() <= (1 if name == "sinks" else 2):

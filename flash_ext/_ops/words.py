@@ -38,17 +38,39 @@ OTHER_NAMES = {
     "return_softmax_lse": "return_aux=flash_ext.AuxRequest(lse=True)",
     "path": "backend=",
     "s_aux": "sinks=",
+    "learnable_sink": "sinks=",
+    "max_q": "max_seqlen_q=",
+    "max_k": "max_seqlen_k=",
+    "cache_seqlens": "seqused_k=",
+    "page_table": "block_table=",
 }
-# What has no keyword for it, and what to do instead.
+# What to do where a function has no keyword for it.
 PACKED = "Packed sequences go into flash_ext.attention_varlen."
 CACHED = "Keys in a cache go into flash_ext.attention_varlen."
+LSE = "Leave it out: flash_ext.forward returns out and lse."
 INSTEAD = {
     "enable_gqa": "Grouped heads need no switch: leave it out.",
     "cu_seqlens": PACKED,
     "cu_seqlens_q": PACKED,
     "cu_seqlens_k": PACKED,
+    "cu_seq_q": PACKED,
+    "cu_seq_k": PACKED,
+    "max_seqlen_q": PACKED,
+    "max_seqlen_k": PACKED,
+    "max_q": PACKED,
+    "max_k": PACKED,
     "seqused_k": CACHED,
+    "cache_seqlens": CACHED,
     "block_table": CACHED,
+    "page_table": CACHED,
+    "layout": "Leave it out: packed tensors are (total, num_heads, head_dim), dense ones (batch, seqlen, "
+    "num_heads, head_dim). Where heads come first, pass t.transpose(1, 2).",
+    "num_splits": 'Leave it out: splits are chosen. To time others on a GPU, write backend="kv_splits=4".',
+    "return_aux": LSE,
+    "return_lse": LSE,
+    "return_softmax_lse": LSE,
+    "return_attn_probs": "The weights are not returned. For lse pass return_aux=flash_ext.AuxRequest("
+    "lse=True) to flash_ext.attention or attention_varlen; flash_ext.forward always returns it.",
 }
 
 
@@ -71,9 +93,17 @@ def refuse_unknown(function: Callable[..., Any], unknown: dict[str, Any]) -> Non
         raise TypeError(f"{function.__name__}() has no keyword {name!r}.{hint}")
 
 
-def refuse_kind(name: str, value: Any, may_be_none: bool = False) -> NoReturn:
-    """Raises for what is no torch.Tensor."""
-    wanted = "a torch.Tensor or None" if may_be_none else "a torch.Tensor"
+def refuse_kind(
+    name: str, value: Any, may_be_none: bool = False, *, wanted: str = "", hint: str = ""
+) -> NoReturn:
+    """Raises for what is no torch.Tensor.
+
+    Args:
+        wanted: what it must be, if that is more than a tensor.
+        hint: what to say of other things than arrays.
+    """
+    wanted = wanted or ("a torch.Tensor or None" if may_be_none else "a torch.Tensor")
     is_array = hasattr(value, "__array_interface__") or hasattr(value, "__dlpack__")
-    hint = " Convert it with torch.from_numpy or torch.from_dlpack." if is_array else ""
+    if is_array:
+        hint = " Convert it with torch.from_numpy or torch.from_dlpack."
     raise TypeError(f"{name} must be {wanted}, got {type(value).__qualname__}.{hint}")

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flash_ext
 from flash_ext import AuxOutput, AuxRequest, masks
 from flash_ext._ops.library import _C
-from flash_ext._ops.words import OTHER_NAMES
+from flash_ext._ops.words import INSTEAD, OTHER_NAMES
 from tests.qkv import make_packed, make_qkv, null_kernels
 
 # ---- signatures ------------------------------------------------------------------------------------------
@@ -347,8 +347,11 @@ def test_names_of_other_libraries_lead_to_ours(name: str) -> None:
     for function, arguments in calls.items():
         parameters = inspect.signature(getattr(flash_ext, function)).parameters
         leads_on = "=" not in hint or hint.split("=")[0] in parameters
-        assert leads_on or function in ("forward", "backward"), hint
-        words = f"{function}() has no keyword {name!r}." + (f" Did you mean {hint}?" if leads_on else "")
+        assert leads_on or function in ("forward", "backward") or name in INSTEAD, hint
+        otherwise = f" {INSTEAD[name]}" if name in INSTEAD else ""
+        words = f"{function}() has no keyword {name!r}." + (
+            f" Did you mean {hint}?" if leads_on else otherwise
+        )
         assert name not in parameters
         with pytest.raises(TypeError) as refused:
             getattr(flash_ext, function)(**arguments, **{name: None})
@@ -388,6 +391,16 @@ def test_layouts_that_are_refused() -> None:
         flash_ext.attention(q, k, v, layout="sbhd")
     with pytest.raises(ValueError, match=r"k must have shape \(batch, num_heads, .* got \(17, 2, 16\)"):
         flash_ext.attention(q, k[0], v, layout="bhsd")
+    with pytest.raises(
+        ValueError,
+        match=r"got 17 and 12\. Tensors of shape \(batch, seqlen, num_heads, head_dim\) need no layout\.$",
+    ):
+        flash_ext.attention(q, k[:, :12], v[:, :12], layout="bhsd")
+    three = k[:, :12, :1].expand(-1, -1, 3, -1)
+    with pytest.raises(ValueError, match=r"num_heads of q must .* got 4 and 3\.$") as refused:
+        flash_ext.attention(*(t.transpose(1, 2) for t in (q, three, three)), layout="bhsd")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(refused.value))}$"):
+        flash_ext.attention(q, three, three)
     with pytest.raises(ValueError, match=r"got \(17, 4, 16\)\. Packed sequences go into attention_varlen\.$"):
         flash_ext.attention(q[0], k[0], v[0], layout="bhsd")
     with pytest.raises(

@@ -102,6 +102,14 @@ REFUSED = {
     "rows float": (lambda: {"mask": masks.HiddenRows(torch.zeros(10, 2))}, TypeError,
                    "intervals must be torch.int32 or torch.int64, got torch.float32"),
     "blocks heads": (lambda: {"mask": blocks(2, 2, 1, 1)}, ValueError, "BlockMask: blocks must have shape"),
+    "mask array": (lambda: {"mask": rectangle(8, 10).numpy()}, TypeError,
+                   r"mask must be a mask .*, got ndarray\. Convert it with torch.from_numpy"),
+    "bias array": (lambda: {"bias": torch.zeros(8, 10).numpy()}, TypeError,
+                   r"bias must be a bias .*, got ndarray\. Convert it with torch.from_numpy"),
+    "sinks array": (lambda: {"sinks": torch.ones(4).numpy()}, TypeError,
+                    r"sinks must be a torch.Tensor or None, got ndarray\. Convert it with torch.from_numpy"),
+    "mask list": (lambda: {"mask": [True]}, TypeError, r"a bool tensor or None, got list\.$"),
+    "bias for mask": (lambda: {"mask": by_distance()}, TypeError, r"got RelativePosition\. A bias goes into"),
     "aux kind": (lambda: {"return_aux": "lse"}, TypeError,
                  "return_aux must be a flash_ext.AuxRequest or None, got str"),
 }  # fmt: skip
@@ -135,6 +143,46 @@ def test_another_keyword_is_answered_with_ours_or_with_what_to_do(name: str) -> 
     answer = f"Did you mean .*{OTHER_KEYWORDS[name]}" if name in OTHER_KEYWORDS else WITHOUT_COUNTERPART[name]
     with pytest.raises(TypeError, match=rf"^attention\(\) has no keyword '{name}'. {answer}"):
         flash_ext.attention(*make_qkv(), **{name: None})
+
+
+PACKED_ALONE = r"Packed sequences go into flash_ext\.attention_varlen\.$"
+CACHE_ALONE = r"Keys in a cache go into flash_ext\.attention_varlen\.$"
+LSE_ANYWAY = r"Leave it out: flash_ext\.forward returns out and lse\.$"
+# Function, keyword, and what is said of it.
+KEYWORDS = [
+    ("attention_varlen", "max_q", r"Did you mean max_seqlen_q=\?$"),
+    ("attention_varlen", "max_k", r"Did you mean max_seqlen_k=\?$"),
+    ("attention_varlen", "cu_seq_q", r"Did you mean cu_seqlens_q=\?$"),
+    ("attention_varlen", "cache_seqlens", r"Did you mean seqused_k=\?$"),
+    ("attention_varlen", "page_table", r"Did you mean block_table=\?$"),
+    ("attention_varlen", "learnable_sink", r"Did you mean sinks=\?$"),
+    ("attention_varlen", "return_attn_probs", r"weights are not returned\. For lse .*AuxRequest\(lse=True\)"),
+    ("attention_varlen", "num_splits", r'Leave it out.* backend="kv_splits=4"\.$'),
+    ("attention_varlen", "layout", r"Leave it out: packed tensors are \(total, num_heads, head_dim\)"),
+    ("attention", "learnable_sink", r"Did you mean sinks=\?$"),
+    ("attention", "max_q", PACKED_ALONE),
+    ("attention", "max_k", PACKED_ALONE),
+    ("attention", "max_seqlen_k", PACKED_ALONE),
+    ("attention", "cu_seq_k", PACKED_ALONE),
+    ("attention", "cache_seqlens", CACHE_ALONE),
+    ("attention", "page_table", CACHE_ALONE),
+    ("forward", "max_k", r"Did you mean max_seqlen_k=\?$"),
+    ("forward", "cache_seqlens", CACHE_ALONE),
+    ("forward", "layout", r"Leave it out: .* pass t\.transpose\(1, 2\)\.$"),
+    ("forward", "return_aux", LSE_ANYWAY),
+    ("forward", "return_lse", LSE_ANYWAY),
+    ("forward", "return_softmax_lse", LSE_ANYWAY),
+    ("forward", "return_attn_probs", r"flash_ext\.forward always returns it\.$"),
+]
+
+
+@pytest.mark.parametrize(("function", "name", "words"), KEYWORDS)
+def test_keywords_that_other_functions_have(function: str, name: str, words: str) -> None:
+    q, k, v, cu = make_packed()
+    packed = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    arguments = packed if function == "attention_varlen" else dense()
+    with pytest.raises(TypeError, match=rf"^{function}\(\) has no keyword '{name}'\. .*{words}"):
+        getattr(flash_ext, function)(**arguments, **{name: None})
 
 
 def test_a_scale_that_learns_is_refused_rather_than_dropped() -> None:
@@ -248,6 +296,49 @@ def test_another_layout_is_guessed(shapes: tuple, words: str) -> None:
     for options in ({}, {"softcap": 2.0}):
         with pytest.raises(ValueError, match=words):
             flash_ext.attention(q, k, k, **options)
+
+
+LENGTH, HEADS = 64, 8
+OF_LENGTH = {
+    "mask": lambda: {"mask": rectangle(LENGTH, LENGTH)},
+    "mask of heads": lambda: {"mask": rectangle(2, HEADS, LENGTH, LENGTH)},
+    "bias": lambda: {"bias": torch.zeros(HEADS, LENGTH, LENGTH)},
+    "keys": lambda: {"mask": masks.KeyMask(rectangle(2, LENGTH))},
+    "keys of all": lambda: {"mask": masks.KeyMask(rectangle(LENGTH))},
+    "documents": lambda: {"mask": masks.Documents(ints(2, LENGTH), ints(2, LENGTH))},
+    "sinks": lambda: {"sinks": torch.ones(HEADS)},
+    "slopes": lambda: {"bias": masks.ALiBi(torch.ones(HEADS))},
+    "table": lambda: {"bias": by_distance(HEADS)},
+}
+
+
+@pytest.mark.parametrize("heads_k", [HEADS, 2])
+@pytest.mark.parametrize("case", OF_LENGTH)
+def test_heads_first_is_guessed_from_what_is_beside_q(case: str, heads_k: int) -> None:
+    """Where all lengths are one, q, k and v fit either way. The cure that is proposed is executed."""
+    q, k = torch.zeros(2, HEADS, LENGTH, 16), torch.zeros(2, heads_k, LENGTH, 16)
+    words = r"\. It would fit with heads and length exchanged: .* with layout=\"bhsd\" .* transpose\(1, 2\)"
+    given = OF_LENGTH[case]()
+    with pytest.raises(ValueError, match=words):
+        flash_ext.attention(q, k, k, **given)
+    assert flash_ext.attention(q, k, k, layout="bhsd", **given).shape == q.shape
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    with pytest.raises(ValueError, match=words):
+        flash_ext.attention(q, k, k, layout="bhsd", **given)
+
+
+def test_heads_first_is_not_guessed_from_what_fits_neither_way() -> None:
+    q = torch.zeros(2, HEADS, LENGTH, 16)
+    for given in (
+        {"mask": rectangle(LENGTH, LENGTH - 1)},
+        {"mask": rectangle(3, 1, LENGTH, LENGTH)},
+        {"mask": masks.KeyMask(rectangle(3, LENGTH))},
+        {"mask": masks.KeyMask(rectangle(2, LENGTH - 1))},
+        {"sinks": torch.ones(3)},
+        {"bias": masks.ALiBi(torch.ones(3))},
+    ):
+        with pytest.raises(ValueError, match=r"got \([\d, ]*\)\.$"):
+            flash_ext.attention(q, q, q, **given)
 
 
 @pytest.mark.parametrize(

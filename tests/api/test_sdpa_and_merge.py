@@ -126,6 +126,10 @@ def test_sdpa_refuses_in_words() -> None:
          r"attn_mask must broadcast to .*\(2, 4, 17, 17\), got \(17, 16\)"),
         ((q, k, v, torch.ones(17, 17).byte()), grouped, TypeError,
          r"attn_mask must be torch.bool .* got torch.uint8.*\.bool\(\)"),
+        ((q, k, v.numpy()), {}, TypeError,
+         "value must be a torch.Tensor, got ndarray. Convert it with torch.from_numpy"),
+        ((q, k, v, torch.ones(17, 17).numpy()), grouped, TypeError,
+         "attn_mask must be a torch.Tensor or None, got ndarray. Convert it with torch.from_numpy"),
         ((q, k, v, None, 1.5), grouped, ValueError,
          r"dropout_p must be a probability from 0 to 1, got 1\.5"),
         ((*five, torch.ones(5, 1, 17, 17).bool()), {}, ValueError,
@@ -222,7 +226,9 @@ def test_merging_refuses() -> None:
         ((out, lse.transpose(1, 2), out, lse), ValueError, r"lse_a must have .*\(2, 3, 5\), got \(2, 5, 3\)"),
         ((out, lse, out, lse[:, :1]), ValueError, "lse_b must have shape"),
         ((out, None, out, lse), TypeError, "lse_a must be a torch.Tensor, got NoneType"),
+        ((out.detach().numpy(), lse, out, lse), TypeError,
+         "out_a must be a torch.Tensor, got ndarray. Convert it with torch.from_numpy"),
         ((out, lse, out.int(), lse), TypeError, "out_b must be floating point, got torch.int32"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(error, match=words):
             flash_ext.merge_attention_states(*states)

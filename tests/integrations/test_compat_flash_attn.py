@@ -466,6 +466,22 @@ def test_kvcache_refuses_in_words(extra: dict, message: str) -> None:
         fa.flash_attn_with_kvcache(q, k, k, **extra)
 
 
+def test_arrays_are_refused_in_words() -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    array, cu = x.numpy(), torch.tensor([0, 4], dtype=torch.int32)
+    calls = {
+        "q": lambda: fa.flash_attn_func(array, array, array),
+        "k": lambda: fa.flash_attn_func(x, array, array, return_attn_probs=True),
+        "v": lambda: fa.flash_attn_varlen_func(x[0], x[0], array[0], cu, cu, 4, 4),
+        "kv": lambda: fa.flash_attn_kvpacked_func(x, x[:, :, None].expand(-1, -1, 2, -1, -1).numpy()),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, got ndarray.*torch.from_numpy"):
+            call()
+    with pytest.raises(TypeError, match="^q must be a torch.Tensor, got ndarray.*torch.from_numpy"):
+        fa.flash_attn_func(array, array, array, return_attn_probs=True)
+
+
 def test_refusals() -> None:
     q, k = draw("cpu", (1, 1, 1, 8), (1, 4, 1, 8))
     with pytest.raises(ValueError, match="k, v and cache_seqlens must be given together"):

@@ -371,6 +371,10 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
 def _unpacked(t: Tensor, name: str, count: int, dim: int) -> tuple[Tensor, ...]:
+    if not isinstance(t, Tensor):
+        raise TypeError(
+            f"{name} must be a torch.Tensor, got {type(t).__qualname__}. Convert an array: torch.from_numpy."
+        )
     if t.dim() != dim + 3 or t.shape[dim] != count:
         layout = ("batch, seqlen" if dim == 2 else "total") + f", {count}, nheads, headdim"
         raise ValueError(f"{name} must have shape ({layout}), got {tuple(t.shape)}.")
@@ -463,8 +467,8 @@ def _run(
         rng = dropout_rng(q.device)
         out, lse = forward(q, k, v, dropout_p=dropout_p, rng=rng, **options)
     else:
-        rng = q.new_zeros(2, dtype=torch.int64)
         out, lse = forward(q, k, v, **options)
+        rng = q.new_zeros(2, dtype=torch.int64)
     weights = q.new_empty(0)
     if return_softmax:
         longest = None if max_seqlens is None else (int(max_seqlens[0]), int(max_seqlens[1]))
@@ -496,5 +500,7 @@ def _alibi(slopes: Tensor | None) -> masks.Bias | None:
 
 
 def _with_unit_stride(t: Tensor) -> Tensor:
-    """As flash-attn does: a copy where the last stride is not 1."""
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+    """As flash-attn does: a copy where the last stride is not 1. What is no tensor is refused later."""
+    if not isinstance(t, Tensor) or t.stride(-1) == 1 or t.shape[-1] == 1:
+        return t
+    return t.contiguous()

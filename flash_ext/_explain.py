@@ -164,6 +164,7 @@ def explain(
     if is_on_cpu:
         why = "the tensors are on the CPU"
         return Explanation("cpu", {}, {}, {"sm90": why, "sm80": why})
+    facts = plans.facts(gpu) if gpu else None
     if q.dtype not in (torch.float16, torch.bfloat16):
         why = f"kernels take float16 and bfloat16, got {q.dtype}"
         return Explanation(None, {}, {}, {"sm90": why, "sm80": why})
@@ -172,7 +173,7 @@ def explain(
         "batch": len(cu_seqlens_q) - 1 if cu_seqlens_q is not None else q.shape[0],
         "num_heads": q.shape[-2], "num_heads_k": k.shape[-2], "head_dim": q.shape[-1],
         "head_dim_v": v.shape[-1], "packed": cu_seqlens_q is not None, "backend": backend,
-        "device": q.device.index or 0, "gpu": plans.facts(gpu) if gpu else None, **call.numbers,
+        "device": q.device.index or 0, "gpu": facts, **call.numbers,
     }  # fmt: skip
 
     def planned(direction: str, x: Described | None) -> dict[str, Any]:

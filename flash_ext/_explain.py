@@ -14,7 +14,7 @@ from ._masks.biases import Bias
 from ._masks.value import Mask
 from ._ops import plan as plans
 from ._ops.arguments import Asked, modifiers_of
-from ._ops.described import Described, described, described_over_cache
+from ._ops.described import Described, described, described_over_cache, has_aligned_rows
 from ._ops.dispatch import explain_options, explain_tensors, from_heads_first, operator_options
 from ._ops.dispatch_cached import check_values, modifiers_over_cache
 from ._ops.library import _C
@@ -307,7 +307,7 @@ def _refuse_on_gpus(
             "2^30. Split the call."
         )
     for name, t in (("k", k), ("v", v)):
-        if is_bytes and not _has_aligned_rows(t):
+        if is_bytes and not has_aligned_rows(t):
             raise ValueError(
                 f"rows of {name} must start on 16 bytes where it has 8 bits, got strides {list(t.stride())}. "
                 "Call .contiguous() on it."
@@ -327,9 +327,4 @@ def _is_first_columns(v: Tensor, k: Tensor) -> bool:
 def _is_tma_ready(t: Tensor) -> bool:
     """Whether the tensor copy engine can read it: rows and heads on 16 bytes, and not one row for all."""
     repeats_a_row = t.shape[-3] > 1 and t.stride(-3) == 0
-    return _has_aligned_rows(t) and not repeats_a_row
-
-
-def _has_aligned_rows(t: Tensor) -> bool:
-    strides = (stride for stride, size in zip(t.stride()[:-1], t.shape[:-1]) if size > 1)
-    return t.data_ptr() % 16 == 0 and all(stride * t.element_size() % 16 == 0 for stride in strides)
+    return has_aligned_rows(t) and not repeats_a_row

@@ -160,7 +160,8 @@ def _bias(
         if of_backward and bias.requires_grad and here != table:
             assumed.append(f"the table of the bias by distance has shape {table}, here {here}")
         return {"relative": True}
-    is_aligned = _has_aligned_rows(bias)
+    # As csrc/api/modifiers.cpp asks: elements are neighbours as well.
+    is_aligned = bias.shape[-1] > 1 and bias.stride(-1) == 1 and has_aligned_rows(bias)
     word, shape, aligned = "bias", (1, heads, rows, keys), True
     if bias.dtype == torch.float32:
         word = "float_bias"
@@ -179,9 +180,7 @@ def _bias(
     return {word: True}
 
 
-def _has_aligned_rows(bias: Tensor) -> bool:
-    """As csrc/api/modifiers.cpp asks: every row begins on 16 bytes, and its elements are neighbours."""
-    piece = 16 // bias.element_size()
-    strides = [stride for n, stride in zip(bias.shape[:-1], bias.stride()) if n > 1]
-    has_rows = bias.shape[-1] > 1 and bias.stride(-1) == 1
-    return has_rows and bias.data_ptr() % 16 == 0 and all(stride % piece == 0 for stride in strides)
+def has_aligned_rows(t: Tensor) -> bool:
+    """Whether each row of elements begins on 16 bytes; strides of dimensions of size 1 say nothing."""
+    strides = (stride for stride, size in zip(t.stride()[:-1], t.shape[:-1]) if size > 1)
+    return t.data_ptr() % 16 == 0 and all(stride * t.element_size() % 16 == 0 for stride in strides)

@@ -11,10 +11,11 @@ from torch import Tensor
 from ._attention import Layout, _wants, refuse_factors_without_cache, refuse_over_cache
 from ._log import logged
 from ._masks.biases import Bias
+from ._masks.operands import has_aligned_rows
 from ._masks.value import Mask
 from ._ops import plan as plans
 from ._ops.arguments import Asked, modifiers_of
-from ._ops.described import Described, described, described_over_cache, has_aligned_rows
+from ._ops.described import Described, described, described_over_cache
 from ._ops.dispatch import explain_options, explain_tensors, from_heads_first, operator_options
 from ._ops.dispatch_cached import check_values, modifiers_over_cache
 from ._ops.library import _C

@@ -42,7 +42,7 @@ from ._masks.biases import ALiBi, Bias, DenseBias
 from ._masks.block_mask import BlockMask
 from ._masks.builders import ChunkCausal, DocumentCausal, PrefixLM, SlidingWindow, prefix_tree, spans
 from ._masks.convert import from_xformers
-from ._masks.describe import Description
+from ._masks.describe import BiasDescription, Description
 from ._masks.relative_position import RelativePosition
 from ._masks.token_tree import TokenTree
 from ._masks.value import Mask
@@ -50,6 +50,7 @@ from ._masks.value import Mask
 __all__ = [
     "ALiBi",
     "Bias",
+    "BiasDescription",
     "BlockMask",
     "Causal",
     "ChunkCausal",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from .value import Mask, Value, in_words
+from .atoms import _read, check_broadcast, if_exchanged
+from .value import Mask, Points, Sizes, Value, in_words, joint_lead
+
+if TYPE_CHECKING:
+    from .describe import BiasDescription
 
 
 class Bias(Value):
@@ -39,6 +43,52 @@ class Bias(Value):
         """
         raise NotImplementedError
 
+    def describe(
+        self, q_len: int, k_len: int, *, batch: int | None = None, num_heads: int | None = None
+    ) -> BiasDescription:
+        """What the bias costs in memory, and whether kernels execute it.
+
+        Reads shapes, dtypes and strides, no values. The sum of several DenseBias is made for it, as calls do.
+
+        Args:
+            q_len, k_len: numbers of rows and of keys.
+            batch, num_heads: of the call; None is what the bias's tensors have, 1 where they repeat.
+
+        Raises:
+            ValueError: a tensor does not fit the sizes.
+        """
+        from .describe import describe_bias
+
+        return describe_bias(self, q_len, k_len, batch, num_heads)
+
+    def plot(
+        self, q_len: int, k_len: int, ax: Any = None, *, batch_index: int = 0, head_index: int = 0
+    ) -> Any:
+        """A picture by matplotlib: rows downwards, keys to the right, numbers by colour, with their bar.
+
+        A picture has at most 512 points in each direction; a point of a longer bias is the mean of its finite
+        numbers. Points without any, as where all are -inf, are blank.
+
+        Args:
+            q_len, k_len: numbers of rows and of keys; the last row has the position of the last key.
+            ax: axes to draw on; None makes some.
+            batch_index, head_index: which batch entry and query head.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: a tensor does not fit the lengths, or an index is none of the bias's.
+        """
+        from .describe import plot_bias
+
+        return plot_bias(self, q_len, k_len, ax, batch_index, head_index)
+
+    def _rule(self, points: Points) -> Tensor:
+        """The numbers at some pairs of rows and keys, the last row at the position of the last key."""
+        raise NotImplementedError
+
 
 class Sum(Bias):
     """Several biases joined by ``+``, flat and in the order written."""
@@ -56,6 +106,19 @@ class Sum(Bias):
         for term in dense[1:]:
             total = total + term
         return total
+
+    def _rule(self, points: Points) -> Tensor:
+        total = self.biases[0]._rule(points)
+        for bias in self.biases[1:]:
+            total = total + bias._rule(points)
+        return total
+
+    def _lead(self, packed: bool) -> tuple[int, int]:
+        return joint_lead(self, self.biases, packed)
+
+    def _check(self, sizes: Sizes) -> None:
+        for bias in self.biases:
+            bias._check(sizes)
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.biases))
@@ -108,6 +171,16 @@ class DenseBias(Bias):
         tensor = self.tensor[(None,) * (4 - self.tensor.dim())]
         return tensor.expand(*tensor.shape[:2], q_len, k_len)
 
+    def _rule(self, points: Points) -> Tensor:
+        return _read(self.tensor, *points[:4][4 - self.tensor.dim() :])
+
+    def _lead(self, packed: bool) -> tuple[int, int]:
+        shape = (1, 1, 1, 1, *self.tensor.shape)
+        return shape[-4], shape[-3]
+
+    def _check(self, sizes: Sizes) -> None:
+        check_broadcast(self.tensor, "DenseBias", sizes)
+
 
 class ALiBi(Bias):
     """slope * distance is subtracted from the scores, where the distance is abs(position of the row - key).
@@ -144,6 +217,27 @@ class ALiBi(Bias):
         distance = (torch.arange(k_len, device=self.slopes.device) - position[:, None]).abs()
         slopes = self.slopes if self.slopes.dim() == 2 else self.slopes[None]
         return -slopes[..., None, None] * distance
+
+    def _rule(self, points: Points) -> Tensor:
+        slopes = _read(self.slopes, *(points.b, points.h)[2 - self.slopes.dim() :])
+        return -slopes * (points.key - points.centre("bottom_right")).abs()
+
+    def _lead(self, packed: bool) -> tuple[int, int]:
+        shape = (1, *self.slopes.shape)
+        return shape[-2], shape[-1]
+
+    def _check(self, sizes: Sizes) -> None:
+        given = tuple(self.slopes.shape)
+
+        def fits(sizes: Sizes) -> bool:
+            return given in ((sizes.num_heads,), (sizes.batch, sizes.num_heads))
+
+        if not fits(sizes):
+            raise ValueError(
+                f"ALiBi: slopes must have shape (num_heads,) or (batch, num_heads), here "
+                f"({sizes.num_heads},) or ({sizes.batch}, {sizes.num_heads}), got {given}."
+                f"{if_exchanged(sizes, fits)}"
+            )
 
 
 def _check_floating(tensor: Any, name: str, cure: str) -> None:

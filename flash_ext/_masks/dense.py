@@ -7,20 +7,20 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .value import Mask, Points, Sizes
+from .value import Mask, Points, Sizes, Value
 
 PIECE = 1 << 22  # pairs that are evaluated at once
 
 
 def sizes_of(
-    mask: Mask, q_len: int, k_len: int, batch: int | None, num_heads: int | None, packed: bool = False
+    value: Value, q_len: int, k_len: int, batch: int | None, num_heads: int | None, packed: bool = False
 ) -> Sizes:
-    """Sizes of a call, those left out from the mask's tensors, which must fit them."""
-    lead = mask._lead(packed)
+    """Sizes of a call, those left out from the value's tensors, which must fit them."""
+    lead = value._lead(packed)
     sizes = Sizes(
         packed, lead[0] if batch is None else batch, lead[1] if num_heads is None else num_heads, q_len, k_len
     )
-    mask._check(sizes)
+    value._check(sizes)
     return sizes
 
 

@@ -1,21 +1,25 @@
-"""What a mask leaves to do, in numbers and as a picture."""
+"""What a mask leaves to do and what a bias costs, in numbers and as pictures."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .dense import piece_of, pieces, sizes_of
+from .biases import Bias, DenseBias, terms_of
+from .dense import grid, piece_of, pieces, sizes_of
 from .lower import Terms, terms_for
 from .normal import Refused
+from .operands import may_be_copied, operands_of, sources_of_bias, with_aligned_rows
 from .tiles import known_tiles
-from .value import Mask, Sizes
+from .value import Mask, Sizes, Value
 
 TILE = 128
 POINTS = 512
+LARGE_HEAD_DIM = 128  # of the calls whose copies of a bias are counted
 
 
 class Description(NamedTuple):
@@ -130,33 +134,145 @@ def _ids(length: int) -> int:
     return length + length % 2 + 2 * -(-length // 32)
 
 
+class BiasDescription(NamedTuple):
+    """What a bias costs. Where kernels do not execute it, its bytes are None.
+
+    Attributes:
+        memory: bytes that a forward reads. A DenseBias has its own dtype, and one entry where it repeats.
+            Slopes, and the entries of all distances of a RelativePosition, are float32.
+        kept: bytes of the copies that a call on a GPU keeps for later ones. Each mask, ``causal`` and
+            ``window_size`` has its own. Copied are a DenseBias whose rows do not begin on 16 bytes, unless it
+            is expanded; the sum of several; slopes of another dtype or with gaps; the entries of all
+            distances. Nothing is kept of a tensor that requires a gradient. The CPU reads rows as they are,
+            and keeps no copy of a single DenseBias. Nor does a GPU for up to 64 rows and keys, or up to 80
+            with head_dim up to 64; from 65 to 80 the number is that of a larger head_dim.
+        gradient: bytes of the gradients that a backward writes, in the dtypes of ``memory``; 0 where no
+            tensor requires one.
+        refusal: why no kernel executes it, or None.
+    """
+
+    memory: int | None
+    kept: int | None
+    gradient: int | None
+    refusal: str | None
+
+    def __str__(self) -> str:
+        if self.refusal is not None:
+            return self.refusal
+        return (
+            f"{self.memory} bytes are read by a forward\n"
+            f"{self.kept} bytes of copies are kept on a GPU\n"
+            f"{self.gradient} bytes of gradient"
+        )
+
+
+def describe_bias(
+    bias: Bias, q_len: int, k_len: int, batch: int | None, num_heads: int | None
+) -> BiasDescription:
+    """See :meth:`flash_ext.masks.Bias.describe`."""
+    sizes = sizes_of(bias, q_len, k_len, batch, num_heads)
+    try:
+        with torch.enable_grad():  # what requires a gradient does so in any mode
+            terms = terms_for(None, bias, sizes)
+            is_double = terms.bias is not None and terms.bias.dtype == torch.float64  # then q is
+            operands = operands_of(terms, sizes, torch.float64 if is_double else torch.float32, False)
+    except Refused as error:
+        return BiasDescription(None, None, None, str(error))
+    given = [t for t in operands if t is not None]
+    memory = sum(math.prod(_own_shape(t)) * t.element_size() for t in given)
+    gradient = sum(t.nbytes for t in given if t.requires_grad)
+    return BiasDescription(memory, _bytes_kept(bias, terms, sizes, *operands), gradient, None)
+
+
+def _bytes_kept(bias: Bias, terms: Terms, sizes: Sizes, total: Tensor | None, slopes: Tensor | None) -> int:
+    """Of the copies that :func:`flash_ext._ops.calls.keep_call` leaves to later calls on a GPU."""
+    found = sources_of_bias(bias, total, slopes)
+    if found is None:
+        return 0
+    kept = 0 if slopes is None or slopes is terms.slopes else slopes.nbytes
+    if total is None:
+        return kept
+    if terms.position is not None or sum(isinstance(part, DenseBias) for part in terms_of(bias)) > 1:
+        return kept + total.nbytes
+    source = found[0]
+    if source is not None and may_be_copied(source, max(sizes.q_len, sizes.k_len), LARGE_HEAD_DIM):
+        kept += with_aligned_rows(total.detach().to("meta")).untyped_storage().nbytes()
+    return kept
+
+
 def plot(mask: Mask, q_len: int, k_len: int, ax: Any, batch_index: int, head_index: int) -> Any:
     """See :meth:`flash_ext.masks.Mask.plot`."""
+    _pyplot()
+    sizes, batch_index, head_index = _entry(mask, q_len, k_len, batch_index, head_index)
+    device = mask.device or torch.device("cpu")
+
+    def shown(rows: range, keys: range) -> Tensor:
+        return piece_of(mask, sizes, batch_index, rows, keys, device)[head_index].float()
+
+    return _drawn(_means(sizes, shown), sizes, ax, cmap="Blues", vmin=0, vmax=1)
+
+
+def plot_bias(bias: Bias, q_len: int, k_len: int, ax: Any, batch_index: int, head_index: int) -> Any:
+    """See :meth:`flash_ext.masks.Bias.plot`."""
+    _pyplot()
+    sizes, batch_index, head_index = _entry(bias, q_len, k_len, batch_index, head_index)
+    device = bias.device
+
+    def numbers(rows: range, keys: range) -> Tensor:
+        points = grid(sizes, range(batch_index, batch_index + 1), rows, keys, device)
+        points = points._replace(h=torch.full_like(points.b, head_index))
+        return bias._rule(points).expand(1, 1, len(rows), len(keys))[0, 0].float()
+
+    with torch.no_grad():
+        image = _means(sizes._replace(num_heads=1), numbers)
+    ax = _drawn(image, sizes, ax)
+    ax.figure.colorbar(ax.images[-1], ax=ax)
+    return ax
+
+
+def _pyplot() -> Any:
     try:
         from matplotlib import pyplot
     except ImportError as error:
         raise ImportError('plot needs matplotlib: pip install "flash_ext[demo]".') from error
-    sizes = sizes_of(mask, q_len, k_len, None, None)
+    return pyplot
+
+
+def _entry(value: Value, q_len: int, k_len: int, batch_index: int, head_index: int) -> tuple[Sizes, int, int]:
+    """Sizes of one batch entry, and the indices, 0 where all have the same."""
+    sizes = sizes_of(value, q_len, k_len, None, None)
     batch_index, head_index = (i if n > 1 else 0 for i, n in zip((batch_index, head_index), sizes[1:3]))
     indices = ("batch_index", batch_index, sizes.batch), ("head_index", head_index, sizes.num_heads)
     for name, index, size in indices:
         if not 0 <= index < size:
             raise ValueError(f"{name} must be from 0 to {size - 1}, got {index}.")
-    device = mask.device or torch.device("cpu")
-    rows_of, keys_of = (-(-length // POINTS) for length in (q_len, k_len))
-    image = torch.zeros(-(-q_len // rows_of) if q_len else 0, -(-k_len // keys_of) if k_len else 0)
-    own = sizes._replace(batch=1)
-    for _, rows, keys in pieces(own, max(rows_of, 1), max(keys_of, 1)):
-        shown = piece_of(mask, own, batch_index, rows, keys, device)[head_index].float().mean(0)
-        padded = torch.nn.functional.pad(shown, (0, -len(keys) % keys_of)).unflatten(0, (-1, keys_of)).sum(1)
-        there = torch.full_like(padded, keys_of)
-        there[-1] = len(keys) - keys_of * (len(there) - 1)
+    return sizes._replace(batch=1), batch_index, head_index
+
+
+def _means(sizes: Sizes, part: Callable[[range, range], Tensor]) -> Tensor:
+    """The finite numbers of so many pairs as a point has, as means; NaN where there are none.
+
+    Args:
+        part: (rows, keys) float32 of these rows and keys.
+    """
+    rows_of, keys_of = (-(-length // POINTS) for length in sizes[3:5])
+    image = torch.zeros(*(-(-n // of) if n else 0 for n, of in zip(sizes[3:5], (rows_of, keys_of))))
+    for _, rows, keys in pieces(sizes, max(rows_of, 1), max(keys_of, 1)):
+        numbers = part(rows, keys)
+        finite = numbers.isfinite()
+        columns = torch.stack([numbers.where(finite, 0).sum(0), finite.sum(0).float()])
+        padded = torch.nn.functional.pad(columns, (0, -len(keys) % keys_of))
+        total, count = padded.unflatten(1, (-1, keys_of)).sum(2)
         start = keys.start // keys_of
-        image[rows.start // rows_of, start : start + len(there)] = (padded / there).cpu()
+        image[rows.start // rows_of, start : start + len(count)] = (total / count).cpu()
+    return image
+
+
+def _drawn(image: Tensor, sizes: Sizes, ax: Any, **colours: Any) -> Any:
     if ax is None:
-        ax = pyplot.figure().add_subplot()
-    extent = (0, k_len, q_len, 0)
-    ax.imshow(image.numpy(), cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest")
+        ax = _pyplot().figure().add_subplot()
+    extent = (0, sizes.k_len, sizes.q_len, 0)
+    ax.imshow(image.numpy(), extent=extent, interpolation="nearest", **colours)
     ax.set_xlabel("key")
     ax.set_ylabel("row")
     return ax

@@ -15,13 +15,11 @@ from .atoms import (
     HiddenRows,
     KeyMask,
     Window,
-    check_broadcast,
-    if_exchanged,
 )
 from .biases import ALiBi, Bias, DenseBias, terms_of
 from .block_algebra import value_of
 from .block_mask import BlockMask, with_leading
-from .normal import Normal, refuse
+from .normal import Normal, Refused, refuse
 from .relative_position import RelativePosition
 from .token_tree import TokenTree
 from .value import And, Mask, Not, Or, Sizes, leaves
@@ -269,46 +267,18 @@ def _of_bias(bias: Bias | None, sizes: Sizes) -> dict[str, Any]:
         kinds = ", ".join(sorted({type(part).__name__ for part in parts}))
         raise TypeError(f"A bias is made of DenseBias, ALiBi and RelativePosition, got {kinds}.")
     if len(slopes) > 1:
-        raise ValueError(f"{bias!r}: ALiBi stands once in a sum: add the slopes, ALiBi(slopes_a + slopes_b).")
+        raise Refused(f"{bias!r}: ALiBi stands once in a sum: add the slopes, ALiBi(slopes_a + slopes_b).")
     if len(positions) > 1 or (positions and dense):
-        raise ValueError(
+        raise Refused(
             f"{bias!r}: a call adds one bias by distance or one by element: write it out, "
             "DenseBias(position.to_dense(q_len, k_len)), or add the tables."
         )
-    for tensor in dense:
-        check_broadcast(tensor, "DenseBias", sizes)
-    for position in positions:
-        _check_table(position.table, sizes)
-    for slope in slopes:
-        _check_slopes(tuple(slope.shape), sizes)
+    bias._check(sizes)
     return {
         "bias": _sum_of(bias, dense),
         "slopes": slopes[0] if slopes else None,
         "position": positions[0] if positions else None,
     }
-
-
-def _check_table(table: Tensor, sizes: Sizes) -> None:
-    if table.shape[0] not in (1, sizes.num_heads):
-        hint = if_exchanged(sizes, lambda other: table.shape[0] == other.num_heads)
-        if table.shape[1] == sizes.num_heads:
-            hint = " Turn it with .t()."
-        raise ValueError(
-            f"RelativePosition: table must have shape ({sizes.num_heads} or 1, buckets), a row for each "
-            f"head of q, got {tuple(table.shape)}.{hint}"
-        )
-
-
-def _check_slopes(given: tuple[int, ...], sizes: Sizes) -> None:
-    def fits(sizes: Sizes) -> bool:
-        return given in ((sizes.num_heads,), (sizes.batch, sizes.num_heads))
-
-    if not fits(sizes):
-        raise ValueError(
-            f"ALiBi: slopes must have shape (num_heads,) or (batch, num_heads), here "
-            f"({sizes.num_heads},) or ({sizes.batch}, {sizes.num_heads}), got {given}."
-            f"{if_exchanged(sizes, fits)}"
-        )
 
 
 def _sum_of(bias: Bias, dense: list[Tensor]) -> Tensor | None:
@@ -317,7 +287,7 @@ def _sum_of(bias: Bias, dense: list[Tensor]) -> Tensor | None:
         return dense[0] if dense else None
     shape = _joint_shape(bias, dense)
     if not any(with_leading(tensor, 4).shape == shape for tensor in dense):
-        raise ValueError(
+        raise Refused(
             f"{bias!r}: the sum would need {' * '.join(map(str, shape))} elements, more than any of its "
             "parts has; add the tensors yourself if that is meant."
         )

@@ -38,7 +38,7 @@ REACHES = (Causal, Window, Chunks, Prefix, SinkTokens)
 
 
 class Refused(ValueError):
-    """No kernel executes the mask."""
+    """No kernel executes the mask or bias."""
 
 
 class Box(NamedTuple):

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .atoms import _read, if_exchanged
 from .biases import Bias
+from .value import Points, Sizes
 
 BUCKETINGS = ("t5", "clip")
 
@@ -166,6 +168,23 @@ class RelativePosition(Bias):
         distance = torch.arange(k_len, device=device) - position[:, None]
         by_distance = self.by_distance(torch.promote_types(self._table.dtype, torch.float32))
         return by_distance[:, :, distance.clamp(-n, n) + n]
+
+    def _rule(self, points: Points) -> Tensor:
+        distance, n = points.key - points.centre("bottom_right"), self.reach
+        return _read(self.by_distance()[0], points.h, distance.clamp(-n, n) + n)
+
+    def _lead(self, packed: bool) -> tuple[int, int]:
+        return 1, self.num_heads
+
+    def _check(self, sizes: Sizes) -> None:
+        if self.num_heads not in (1, sizes.num_heads):
+            hint = if_exchanged(sizes, lambda other: self.num_heads == other.num_heads)
+            if self._table.shape[1] == sizes.num_heads:
+                hint = " Turn it with .t()."
+            raise ValueError(
+                f"RelativePosition: table must have shape ({sizes.num_heads} or 1, buckets), a row for each "
+                f"head of q, got {tuple(self._table.shape)}.{hint}"
+            )
 
     def _entries(self) -> Tensor:
         entries = _entries_for(self._table, self._bidirectional, self._max_distance, self.reach)

@@ -108,6 +108,13 @@ class Value:
             raise ValueError(f"The tensors of {self!r} must be on one device, got {found}: use .to(device).")
         return devices.pop() if devices else None
 
+    def _lead(self, packed: bool) -> tuple[int, int]:
+        """Batch entries and heads that the tensors tell apart, 1 where they repeat."""
+        return 1, 1
+
+    def _check(self, sizes: Sizes) -> None:
+        """Refuses tensors that do not fit a call."""
+
     def to(self: V, device: torch.device | str) -> V:
         """The same with its tensors on another device."""
         moved = object.__new__(type(self))
@@ -385,13 +392,6 @@ class Mask(Value):
     def _rule(self, points: Points) -> Tensor:
         raise NotImplementedError
 
-    def _lead(self, packed: bool) -> tuple[int, int]:
-        """Batch entries and heads that the tensors tell apart, 1 where they repeat."""
-        return 1, 1
-
-    def _check(self, sizes: Sizes) -> None:
-        """Refuses tensors that do not fit a call."""
-
 
 def leaves(mask: Mask) -> Iterator[Mask]:
     """The masks that an expression is made of, from left to right."""
@@ -436,15 +436,7 @@ class _Join(Mask):
             return self._normal
 
     def _lead(self, packed: bool) -> tuple[int, int]:
-        leads = [mask._lead(packed) for mask in self.masks]
-        try:
-            batch, num_heads = torch.broadcast_shapes(*leads)
-        except RuntimeError:
-            found = " and ".join(map(str, dict.fromkeys(leads)))
-            raise ValueError(
-                f"The tensors of {self!r} must agree in batch and num_heads, or have 1, got {found}."
-            ) from None
-        return batch, num_heads
+        return joint_lead(self, self.masks, packed)
 
     def _check(self, sizes: Sizes) -> None:
         for mask in self.masks:
@@ -509,6 +501,19 @@ def _folded(masks: tuple[Mask, ...], points: Points, negated: bool, every: bool)
         other = mask._shown(points, negated)
         shown = shown & other if every else shown | other
     return shown
+
+
+def joint_lead(whole: Value, parts: Iterable[Value], packed: bool) -> tuple[int, int]:
+    """Those batch entries and heads of all parts."""
+    leads = [part._lead(packed) for part in parts]
+    try:
+        batch, num_heads = torch.broadcast_shapes(*leads)
+    except RuntimeError:
+        found = " and ".join(map(str, dict.fromkeys(leads)))
+        raise ValueError(
+            f"The tensors of {whole!r} must agree in batch and num_heads, or have 1, got {found}."
+        ) from None
+    return batch, num_heads
 
 
 def for_one_call(mask: M) -> M:

@@ -15,9 +15,10 @@ from torch import Tensor
 from .._masks.atoms import Dense, if_exchanged
 from .._masks.biases import Bias, DenseBias
 from .._masks.lower import terms_for
+from .._masks.operands import operands_of
 from .._masks.value import Mask, Sizes, for_one_call
 from .modifiers import Modifiers
-from .prepared import check_devices, four_dimensions, prepared
+from .prepared import check_devices, prepared
 from .words import refuse_kind
 
 if TYPE_CHECKING:
@@ -136,21 +137,9 @@ def added(
     if bias is None:
         return None, None
     terms = terms_for(None, bias, sizes)
-    total, slopes = terms.bias, terms.slopes
-    if total is not None:
-        _check_bias_dtype(total, q)
-        total = four_dimensions(total, sizes, keep_repeats)
-    if slopes is not None:
-        slopes = slopes.to(_statistic(q)).contiguous()
-    if terms.position is not None:
-        if terms.position.num_heads not in (1, sizes.num_heads):
-            raise ValueError(
-                f"the table of bias must have the {sizes.num_heads} heads of q, or 1 for all of them, got "
-                f"{terms.position.num_heads}: its shape is (num_heads, buckets), here "
-                f"{_shape(terms.position.table)}."
-            )
-        total = terms.position.by_distance(_statistic(q)).contiguous()
-    return total, slopes
+    if terms.bias is not None:
+        _check_bias_dtype(terms.bias, q)
+    return operands_of(terms, sizes, _statistic(q), keep_repeats)
 
 
 def _sizes(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None) -> Sizes:

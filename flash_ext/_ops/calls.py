@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._masks.biases import Bias, DenseBias, terms_of
+from .._masks.biases import Bias
+from .._masks.operands import may_be_copied, sources_of_bias, with_aligned_rows
 from .._masks.value import Mask, Value, is_capturing
 from .arguments import Asked, bound
 from .library import _C
@@ -113,12 +114,12 @@ def keep_call(
     sources = list(kept.tensors) if kept is not None else []
     missing = 0
     if bias is not None:
-        of_bias = _sources_of_bias(bias, mods)
+        of_bias = sources_of_bias(bias, mods.bias, mods.slopes)
         if of_bias is None:
             return
         given, made_of = of_bias
         if given is not None and mods.bias is not None:
-            if q.is_cuda and _may_be_copied(given, q, k):
+            if q.is_cuda and may_be_copied(given, max(q.shape[-3], k.shape[-3]), q.shape[-1]):
                 read = with_aligned_rows(mods.bias)
                 made_of = [*made_of, given]
             else:
@@ -188,48 +189,3 @@ def _put(holder: Any, key: tuple[Any, ...], value: tuple[Any, ...]) -> None:
     if len(calls) >= MOST_CALLS:
         calls.clear()
     calls[key] = value
-
-
-def _sources_of_bias(bias: Bias, mods: Modifiers) -> tuple[Tensor | None, list[Tensor]] | None:
-    """The tensor that is read in place as the bias, with fewer dimensions, and what the others are made of.
-
-    None where a gradient goes through what was made, or nobody counts the changes of its tensor.
-    """
-    given, made_of = None, []
-    for part in terms_of(bias):
-        (source,) = part._tensors()
-        if isinstance(part, DenseBias) and mods.bias is not None and _is_view_of(mods.bias, source):
-            given = source
-        elif source is not mods.slopes:
-            made_of.append(source)
-    if any(t.requires_grad or t.is_inference() for t in made_of):
-        return None
-    return given, made_of
-
-
-def _may_be_copied(source: Tensor, q: Tensor, k: Tensor) -> bool:
-    """Whether a bias has rows that calls would copy, forward and backward (csrc/bias_rows.h)."""
-    if source.requires_grad or source.is_inference() or source.shape[-1] == 1:
-        return False
-    short_rows = 80 if q.shape[-1] <= 64 else 64  # csrc/short_tiles.h: those kernels read it as it is
-    if max(q.shape[-3], k.shape[-3]) <= short_rows:
-        return False
-    piece = 16 // source.element_size()
-    strides = [stride for n, stride in zip(source.shape[:-1], source.stride()) if n > 1]
-    whole = source.stride(-1) == 1 and all(stride % piece == 0 for stride in strides)
-    return not (whole and source.data_ptr() % 16 == 0)
-
-
-def with_aligned_rows(bias: Tensor) -> Tensor:
-    """A copy (batch|1, num_heads|1, rows|1, keys) whose rows begin on 16 bytes."""
-    cols = bias.shape[3]
-    with torch.inference_mode(False), torch.no_grad():
-        rows = bias.new_zeros(*bias.shape[:3], -(-cols // 8) * 8)[..., :cols]
-        return rows.copy_(bias)
-
-
-def _is_view_of(bias: Tensor, source: Tensor) -> bool:
-    """Whether they are the same but for dimensions of size 1 in front."""
-    lead = bias.dim() - source.dim()
-    same = bias.shape[lead:] == source.shape and bias.stride()[lead:] == source.stride()
-    return same and bias.data_ptr() == source.data_ptr() and bias.dtype == source.dtype

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._masks.operands import has_aligned_rows
 from .library import _C
 from .modifiers import Modifiers
 
@@ -178,9 +179,3 @@ def _bias(
     elif has_rows and not aligned and bias.stride(-1) != 1:
         assumed.append("keys of the bias lie side by side, here they do not")
     return {word: True}
-
-
-def has_aligned_rows(t: Tensor) -> bool:
-    """Whether each row of elements begins on 16 bytes; strides of dimensions of size 1 say nothing."""
-    strides = (stride for stride, size in zip(t.stride()[:-1], t.shape[:-1]) if size > 1)
-    return t.data_ptr() % 16 == 0 and all(stride * t.element_size() % 16 == 0 for stride in strides)

@@ -17,6 +17,7 @@ from torch import Tensor
 from .._masks.biases import Bias
 from .._masks.block_mask import BlockMask, with_leading
 from .._masks.lower import Terms, terms_for
+from .._masks.operands import four_dimensions, without_repeats
 from .._masks.value import Mask, Sizes, is_capturing, only_leaf
 from .modifiers import MASK_GROUP, Modifiers
 
@@ -240,7 +241,7 @@ def _of_terms(terms: Terms, device: torch.device, sizes: Sizes) -> Modifiers:
     blocks, block_rows, block_cols, cut = None, 0, 0, None
     if terms.blocks is not None:
         blocks, (block_rows, block_cols) = terms.blocks.blocks, terms.blocks.block_size
-        blocks = _without_repeats(blocks, [0, 1])
+        blocks = without_repeats(blocks, [0, 1])
         if mask is None:
             cut = _condensed_elements(terms.blocks, sizes)
         elif terms.blocks.bits is not None:
@@ -248,7 +249,7 @@ def _of_terms(terms: Terms, device: torch.device, sizes: Sizes) -> Modifiers:
     is_packed = sizes.packed and not sizes.cached
     if keys is not None and mask is None and cut is None and terms.documents is None and not is_packed:
         # As a mask it becomes one bit a key, which costs the kernels less than an id to compare.
-        mask, keys = _without_repeats(keys, [0])[:, None, None, :], None
+        mask, keys = without_repeats(keys, [0])[:, None, None, :], None
     if sizes.cached:
         ids = _documents_over_cache(terms.documents, keys, device, sizes)
         return Modifiers(mask=_condensed(mask), document_q=ids[0], document_k=ids[1])
@@ -285,46 +286,6 @@ def _condensed(t: Tensor | None, block_rows: int = 0, block_cols: int = 0) -> Te
         return None
     condensed: Tensor = torch.ops.flash_ext.condense.default(t, block_rows, block_cols)
     return condensed
-
-
-def four_dimensions(t: Tensor, sizes: Sizes, keep_repeats: bool) -> Tensor:
-    """(batch|1, num_heads|1, rows|1, keys|1), in which what an expand repeats has size 1."""
-    t = with_leading(t, 4)
-    ends_freely = sizes.packed or sizes.cached
-    return t if keep_repeats else _without_repeats(t, [0, 1] if ends_freely else [0, 1, 2, 3])
-
-
-def _without_repeats(t: Tensor, dims: list[int]) -> Tensor:
-    """``t`` with its expanded dimensions (stride 0) narrowed to 1, so that the kernels know they repeat.
-
-    With a gradient this is done past the expand, from the tensor that was expanded: the kernels then sum over
-    the repeats, and no gradient is written out in full. Where that tensor is unknown, as when compiling, or
-    ``t`` collects a gradient of its own, every element must get its own gradient, and ``t`` stays as it is.
-    """
-    repeated = [dim for dim in dims if t.stride(dim) == 0 and t.shape[dim] > 1]
-    if not repeated:
-        return t
-    if t.requires_grad:
-        base = _expanded_tensor(t)
-        if base is None:
-            return t
-        size = [1 if dim in repeated else n for dim, n in enumerate(t.shape)]
-        return base.as_strided(size, t.stride(), t.storage_offset())
-    for dim in repeated:
-        t = t.narrow(dim, 0, 1)
-    return t
-
-
-def _expanded_tensor(t: Tensor) -> Tensor | None:
-    """The tensor that ``t`` is a view of, if the gradient of ``t`` goes there and nowhere else."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return None
-    base = t._base
-    if base is None or t.is_leaf or t.retains_grad or t._backward_hooks:
-        return None
-    repeats = any(stride == 0 and n > 1 for stride, n in zip(base.stride(), base.shape))
-    is_plain = type(base) in (Tensor, torch.nn.Parameter) and base.dtype == t.dtype
-    return base if is_plain and base.requires_grad and not repeats else None
 
 
 def _both(a: Tensor, b: Tensor, sizes: Sizes) -> Tensor:
@@ -382,7 +343,7 @@ def _documents_over_cache(
 
 def _intervals(t: Tensor, dims: int) -> Tensor:
     """Hidden intervals (batch|1, num_heads|1, length, 2 n), packed without batch; contiguous."""
-    return _without_repeats(with_leading(t, dims), list(range(dims - 2))).contiguous()
+    return without_repeats(with_leading(t, dims), list(range(dims - 2))).contiguous()
 
 
 def _elements(block_mask: BlockMask, sizes: Sizes, row_blocks: slice) -> Tensor:

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flash_ext
 from flash_ext import _attention, masks
+from flash_ext._masks.operands import may_be_copied, with_aligned_rows
 from flash_ext._ops import calls
 from tests.masks.test_prepared_masks import every_kind, some
 
@@ -101,14 +102,13 @@ def test_a_bias_that_is_written_is_read_anew():
 
 def test_a_bias_with_odd_rows_is_copied_into_aligned_ones():
     bias = torch.randn(2, 1, 24, 77)
-    aligned = calls.with_aligned_rows(bias)
+    aligned = with_aligned_rows(bias)
     assert torch.equal(aligned, bias) and aligned.stride() == (24 * 80, 24 * 80, 80, 1)
-    q, k = torch.empty(2, 24, 2, 65), torch.empty(2, 77, 2, 65)
-    assert calls._may_be_copied(bias, q, k) and not calls._may_be_copied(aligned, q, k)
+    assert may_be_copied(bias, 77, 65) and not may_be_copied(aligned, 77, 65)
     learned = bias.clone().requires_grad_()
-    assert not any(calls._may_be_copied(t, q, k) for t in (learned, bias[..., :1], aligned[..., :76]))
-    assert not calls._may_be_copied(bias, q, q)
-    assert not calls._may_be_copied(bias, q[..., :64], k[..., :64])  # a short sequence up to 80 there
+    assert not any(may_be_copied(t, 77, 65) for t in (learned, bias[..., :1], aligned[..., :76]))
+    assert not may_be_copied(bias, 64, 65)
+    assert not may_be_copied(bias, 77, 64)  # a short sequence up to 80 there
 
 
 def test_pairs_of_kept_calls():

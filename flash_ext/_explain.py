@@ -11,7 +11,6 @@ from torch import Tensor
 from ._attention import Layout, _wants, refuse_factors_without_cache, refuse_over_cache
 from ._log import logged
 from ._masks.biases import Bias
-from ._masks.operands import has_aligned_rows
 from ._masks.value import Mask
 from ._ops import plan as plans
 from ._ops.arguments import Asked, modifiers_of
@@ -218,7 +217,7 @@ def _of_tensors(
     )
     numbers = {
         "seqlen_q": q.shape[-3], "seqlen_k": k.shape[-3], "window_size_left": left,
-        "window_size_right": right, "tma": all(map(_is_tma_ready, (q, k, v))),
+        "window_size_right": right, "tma": all(map(_C.is_tma_ready, (q, k, v))),
         "deterministic": bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
     }  # fmt: skip
     return _Call("dense" if cu_seqlens_q is None else "packed", numbers, forward, backward)
@@ -254,78 +253,31 @@ def _over_cache(
     )  # fmt: skip
     check_values(q, k, *places)
     *numbers, _, backend = operator_options(q, most_q, most_k, scale, causal, window, None, backend)
-    _C.check_fwd_cached(
+    arguments = (
         q, k, v, *places, *numbers, slopes, sinks, asked.softcap, backend, tree, *factors, *masks, bias,
     )  # fmt: skip
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, bias)):
-        raise NotImplementedError(
-            "attention over a cache (seqused_k, block_table) has no gradient. Call it under torch.no_grad(), "
-            "or gather the keys and call attention_varlen without these arguments."
-        )
+    _C.check_fwd_cached(*arguments)
+    _C.check_cached_gradients(*arguments)
     layout, page_size, room = "entries", 0, k.shape[-3]
     if block_table is not None:
         layout, page_size, room = "pages", k.shape[1], k.shape[1] * block_table.shape[1]
     elif cu_seqlens_k is not None and cu_seqlens_q is not None:  # beside dense queries it makes no difference
         layout = "rows"
     elements = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}.get(k.dtype, "")
-    has_latents = not elements and (k.shape[-1], v.shape[-1], k.shape[-2]) == _LATENTS
+    has_latents = _C.is_latents(k, v)
     mods = Modifiers(bias, *masks, slopes=slopes, sinks=sinks, softcap=asked.softcap)
     words = described_over_cache(
         q, mods, tree is not None, copies_q=has_latents, on_another_gpu=on_another_gpu
     )
-    is_ready = all(map(_is_tma_ready, (k, v) if has_latents else (q, k, v)))
     is_empty = 0 in (q.numel(), k.numel(), room) or (cu_seqlens_q is not None and len(cu_seqlens_q) == 1)
     if not (is_on_cpu or is_empty):
-        _refuse_on_gpus(q, k, v, bool(elements), has_latents, is_ready and {*words.words} <= {"sinks"})
+        _C.check_fwd_cached_gpu(*arguments)
     of_call = {
         "seqlen_q": q.shape[-3], "seqlen_k": max(room, 1), "window_size_left": numbers[3],
-        "window_size_right": numbers[4], "tma": is_ready, "cache": (layout, elements, page_size),
-        "max_seqlen": numbers[:2],
+        "window_size_right": numbers[4], "cache": (layout, elements, page_size), "max_seqlen": numbers[:2],
+        "tma": all(map(_C.is_tma_ready, (k, v) if has_latents else (q, k, v))),
         "slot_factors": any(t is not None and t.dim() == 3 for t in factors),
     }  # fmt: skip
     kind = ["dense" if cu_seqlens_q is None else "packed", layout, elements]
     kind += [f"page_size={page_size}"] if page_size else []
     return _Call(" ".join(filter(None, kind)), of_call, words, is_empty=is_empty)
-
-
-_LATENTS = (576, 512, 1)  # columns of k and of v, and key heads
-
-
-def _refuse_on_gpus(
-    q: Tensor, k: Tensor, v: Tensor, is_bytes: bool, has_latents: bool, serves_latents: bool
-) -> None:
-    """What calls on a GPU refuse behind the checks of all devices (csrc/api/cached.cpp)."""
-    columns = v.shape[-1]
-    if has_latents and not _is_first_columns(v, k):
-        raise NotImplementedError(
-            f"beside k of head_dim {k.shape[-1]} v must be k[..., :{columns}], the same memory: there are "
-            "kernels for latents alone."
-        )
-    rows = q.shape[-3] * q.shape[-2]
-    if rows > 2**30:
-        raise NotImplementedError(
-            f"attention over a cache: a sequence of q may have {rows} rows (queries * heads), more than "
-            "2^30. Split the call."
-        )
-    for name, t in (("k", k), ("v", v)):
-        if is_bytes and not has_aligned_rows(t):
-            raise ValueError(
-                f"rows of {name} must start on 16 bytes where it has 8 bits, got strides {list(t.stride())}. "
-                "Call .contiguous() on it."
-            )
-    if has_latents and not serves_latents:
-        raise NotImplementedError(
-            f"a cache of latents (head_dim {k.shape[-1]}, of which v is the first {columns}) needs a Hopper "
-            "GPU and rows on 16 bytes; it has no softcap, no biases, and no masks but causal and windows."
-        )
-
-
-def _is_first_columns(v: Tensor, k: Tensor) -> bool:
-    strides = zip(v.stride()[:-1], k.stride()[:-1], k.shape)
-    return v.data_ptr() == k.data_ptr() and all(a == b for a, b, size in strides if size != 1)
-
-
-def _is_tma_ready(t: Tensor) -> bool:
-    """Whether the tensor copy engine can read it: rows and heads on 16 bytes, and not one row for all."""
-    repeats_a_row = t.shape[-3] > 1 and t.stride(-3) == 0
-    return has_aligned_rows(t) and not repeats_a_row

@@ -40,6 +40,11 @@ bool is_deterministic(bool asked);
 ForwardOf<void> check_fwd, check_fwd_mod, check_fwd_cached;
 BackwardOf<void> check_bwd, check_bwd_mod;
 
+// Of a call over a cache, behind check_fwd_cached(): it has no gradient; what GPUs refuse where there is something to
+// compute (api/cached.cpp).
+ForwardOf<void> check_cached_gradients, check_fwd_cached_gpu;
+bool is_latents(const Tensor& k, const Tensor& v);
+
 void check_append_kv(const Tensor& k_new, const Tensor& v_new, const AppendArgs& args);
 void check_append_behind(const Tensor& k_new, const Tensor& v_new, const AppendBehindArgs& args);
 void check_condense(const Tensor& x, const CallArgs& args);

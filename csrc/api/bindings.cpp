@@ -190,7 +190,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // The operators' arguments in their order, without `wide` and `want_lse`, and nothing but the checks.
   m.def("check_fwd", wrap_pybind_function(&Operator<void, 3, fields::kFwdChecked>::entry<check_fwd>));
   m.def("check_bwd", wrap_pybind_function(&Operator<void, 6, fields::kBwdChecked>::entry<check_bwd>));
-  m.def("check_fwd_cached", wrap_pybind_function(&Operator<void, 3, fields::kCachedChecked>::entry<check_fwd_cached>));
+  using CachedCheck = Operator<void, 3, fields::kCachedChecked>;
+  m.def("check_fwd_cached", wrap_pybind_function(&CachedCheck::entry<check_fwd_cached>));
+  m.def("check_cached_gradients", wrap_pybind_function(&CachedCheck::entry<check_cached_gradients>));
+  m.def("check_fwd_cached_gpu", wrap_pybind_function(&CachedCheck::entry<check_fwd_cached_gpu>));
+  m.def("is_latents", wrap_pybind_function(is_latents));
+  m.def("is_tma_ready", wrap_pybind_function(is_tma_ready));
   m.def("check_fwd_mod", wrap_pybind_function(&Operator<void, 3, fields::kFwdModChecked>::entry<check_fwd_mod>));
   m.def("check_bwd_mod", wrap_pybind_function(&Operator<void, 6, fields::kBwdModChecked>::entry<check_bwd_mod>));
 

@@ -39,6 +39,12 @@ bool is_first_columns(const Tensor& v, const Tensor& k) {
   return k.const_data_ptr() == v.const_data_ptr();
 }
 
+[[noreturn]] void refuse_latents(const Tensor& k, const Tensor& v) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, "a cache of latents (head_dim ", k.size(-1), ", of which v is the first ", v.size(-1),
+      ") needs a Hopper GPU and rows on 16 bytes; it has no softcap, no biases, and no masks but causal and windows.");
+}
+
 // What TMA reads as one list of rows of heads.
 Tensor contiguous_and_aligned(const Tensor& q) {
   const Tensor x = q.contiguous();
@@ -46,10 +52,8 @@ Tensor contiguous_and_aligned(const Tensor& q) {
 }
 
 // In units of 16 bits, as kernels copy it.
-StridedView view_of_bytes(const Tensor& t, const char* name) {
+StridedView view_of_bytes(const Tensor& t) {
   StridedView x = view_of(t);
-  TORCH_CHECK_VALUE(is_row_aligned(t), "rows of ", name, " must start on 16 bytes where it has 8 bits, got strides ",
-                    t.strides(), ". Call .contiguous() on it.");
   x.batch_stride /= 2, x.row_stride /= 2, x.head_stride /= 2;
   x.aligned = true;
   return x;
@@ -82,12 +86,7 @@ Problem cached_problem(const Tensor& q, const Tensor& k, const Tensor& v, const 
 }
 
 FwdResult fwd_cached_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
-  const auto needs = [](const OptionalTensor& t) { return t.has_value() && t->requires_grad(); };
-  const bool wants_gradient =
-      q.requires_grad() || k.requires_grad() || v.requires_grad() || needs(a.slopes) || needs(a.sinks) || needs(a.bias);
-  TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient || !at::GradMode::is_enabled(),
-                              "attention over a cache (seqused_k, block_table) has no gradient. Call it under "
-                              "torch.no_grad(), or gather the keys and call attention_varlen without these arguments.");
+  check_cached_gradients(q, k, v, a);
   for (const Tensor* t : {&q, &k, &v}) refuse_tangent(*t);
   for (const OptionalTensor* t : {&a.bias, &a.slopes, &a.sinks}) {
     if (t->has_value()) refuse_tangent(**t);
@@ -111,26 +110,49 @@ FwdResult fwd_cached_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
 
 }  // namespace
 
+void check_cached_gradients(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  const auto needs = [](const OptionalTensor& t) { return t.has_value() && t->requires_grad(); };
+  const bool wants_gradient =
+      q.requires_grad() || k.requires_grad() || v.requires_grad() || needs(a.slopes) || needs(a.sinks) || needs(a.bias);
+  TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient || !at::GradMode::is_enabled(),
+                              "attention over a cache (seqused_k, block_table) has no gradient. Call it under "
+                              "torch.no_grad(), or gather the keys and call attention_varlen without these arguments.");
+}
+
+void check_fwd_cached_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  const int64_t rows = q.size(-3) * q.size(-2);  // of a sequence; packed, one may have them all
+  TORCH_CHECK_NOT_IMPLEMENTED(rows <= int64_t{1} << 30, "attention over a cache: a sequence of q may have ", rows,
+                              " rows (queries * heads), more than 2^30. Split the call.");
+  for (const auto& [t, name] : {std::pair{&k, "k"}, {&v, "v"}}) {
+    TORCH_CHECK_VALUE(!is_quantized(k) || is_row_aligned(*t), "rows of ", name,
+                      " must start on 16 bytes where it has 8 bits, got strides ", t->strides(),
+                      ". Call .contiguous() on it.");
+  }
+  if (!is_latents(k, v)) return;
+  TORCH_CHECK_NOT_IMPLEMENTED(is_first_columns(v, k), "beside k of head_dim ", k.size(-1),
+                              " v must be k[..., :", kLatentHeadDimV,
+                              "], the same memory: there are kernels for latents alone.");
+  const bool is_plain = a.softcap == 0 && !a.slopes.has_value() && !a.bias.has_value() && !a.tree.has_value() &&
+                        !a.mask.has_value() && !a.document_k.has_value();
+  if (!is_plain || !is_tma_ready(k)) refuse_latents(k, v);
+}
+
 FwdResult fwd_cached_gpu(const Tensor& given_q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   check_fwd_cached(given_q, k, v, a);
   const ProfilerRange range("fwd_cached");
-  const bool latents = k.size(-1) > checks::kMaxHeadDim;
-  TORCH_CHECK_NOT_IMPLEMENTED(!latents || is_first_columns(v, k), "beside k of head_dim ", k.size(-1), " v must be ",
-                              "k[..., :", kLatentHeadDimV, "], the same memory: there are kernels for latents alone.");
+  const bool latents = is_latents(k, v);
   const Tensor q = latents ? contiguous_and_aligned(given_q) : given_q;
   const OnDevice on_device(q);
   const KvCache cache = cache_of(k, a);
   const Problem problem = cached_problem(q, k, v, a, cache);
-  const int64_t most = a.cu_seqlens_q.has_value() ? problem.total_q : problem.seqlen_q;  // queries of a sequence
-  TORCH_CHECK_NOT_IMPLEMENTED(most * problem.num_heads <= int64_t{1} << 30,
-                              "attention over a cache: a sequence of q may have ", most * problem.num_heads,
-                              " rows (queries * heads), more than 2^30. Split the call.");
   const DeviceInfo info = device_info_of(q);
   const Choice choice = choice_of(a.backend);
   const Path& path = required_path(problem, info, choice);
+  const bool is_empty = q.numel() == 0 || problem.batch == 0 || cache.max_keys == 0 || k.numel() == 0;
+  if (!is_empty) check_fwd_cached_gpu(q, k, v, a);
   const Tensor out = empty_out(q, v, false), lse = empty_lse(q, a.want_lse);
   if (out.numel() == 0) return {out, lse};
-  if (problem.batch == 0 || cache.max_keys == 0 || k.numel() == 0) {
+  if (is_empty) {
     out.zero_();
     lse.fill_(-std::numeric_limits<double>::infinity());
     if (a.sinks.has_value() && lse.numel() > 0) fill_with_sinks(lse, *a.sinks, a.cu_seqlens_q);
@@ -138,7 +160,7 @@ FwdResult fwd_cached_gpu(const Tensor& given_q, const Tensor& k, const Tensor& v
   }
   auto params = params_of<FwdParams>(problem, q, k, v, out);
   const CacheType type = cache_type_of(k);
-  if (type != CacheType::k16Bit) params.k = view_of_bytes(k, "k"), params.v = view_of_bytes(v, "v");
+  if (type != CacheType::k16Bit) params.k = view_of_bytes(k), params.v = view_of_bytes(v);
   params.lse = lse_pointer(lse, a.want_lse);
   params.stream = stream_handle(q.device());
   const QuantizedCache quantized{factors_of(a.k_descale), factors_of(a.v_descale)};
@@ -156,10 +178,7 @@ FwdResult fwd_cached_gpu(const Tensor& given_q, const Tensor& k, const Tensor& v
   const bool is_modified =
       modifiers.has_score_mod || a.tree.has_value() || a.mask.has_value() || a.document_k.has_value();
   if (is_modified) request.modifiers = &modifiers;
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !latents || (path.arch == Arch::kSm90 && !is_modified && problem.tma_ready), "a cache of latents (head_dim ",
-      k.size(-1), ", of which v is the first ", v.size(-1),
-      ") needs a Hopper GPU and rows on 16 bytes; it has no softcap, no biases, and no masks but causal and windows.");
+  if (latents && path.arch != Arch::kSm90) refuse_latents(k, v);
   const Plan plan = required_forward_plan(path, request, info, q);
   const Tensor workspace = workspace_of(plan, q);
   launch(path, FwdCall{.plan = plan,

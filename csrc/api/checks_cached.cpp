@@ -81,6 +81,11 @@ static void check_quantized(const Tensor& q, const Tensor& k, const Tensor& v, c
   }
 }
 
+bool is_latents(const Tensor& k, const Tensor& v) {
+  return equal(k.sym_size(-1), kLatentHeadDim) && equal(v.sym_size(-1), kLatentHeadDimV) && equal(k.sym_size(-2), 1) &&
+         !is_quantized(k);
+}
+
 void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   check_devices(q, k, v);
   const SymInt batch = a.cu_seqlens_q.has_value() ? a.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
@@ -110,9 +115,7 @@ void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const C
   }
   check_unit_stride(q, "q");
   check_shapes(q, k, v);
-  const bool has_latents = equal(k.sym_size(-1), kLatentHeadDim) && equal(v.sym_size(-1), kLatentHeadDimV) &&
-                           equal(k.sym_size(-2), 1) && !is_quantized(k);
-  if (!has_latents) check_head_dims(q, v);
+  if (!is_latents(k, v)) check_head_dims(q, v);
   if (in_pages) {
     check_numbers(*a.block_table, "block_table", q, 2, "(batch, max_pages)", batch);
     TORCH_CHECK_VALUE(at_most(1, k.sym_size(1)), "a page of k must hold at least 1 key, got shape ", shape_of(k), ".");

@@ -48,6 +48,18 @@ __device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b) {
   asm("max.f16x2 %0, %1, %2;\n" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+// The lowest n bits, of n >= 32 all.
+__device__ __forceinline__ uint32_t low_bits(int n) {
+  uint32_t d;
+  asm("bmsk.clamp.b32 %0, 0, %1;\n" : "=r"(d) : "r"(n));
+  return d;
+}
+// The highest bit of byte j of a and of b, each 16 times.
+__device__ __forceinline__ uint32_t spread_signs(uint32_t a, uint32_t b, int j) {
+  uint32_t d;
+  asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(0x1111 * (8 + j) + 0x4400));
+  return d;
+}
 // One by one: of a result of ex2.approx.f16x2 that is used twice ptxas puts the pair together twice.
 __device__ __forceinline__ uint32_t ex2_pair(uint32_t a) {
   uint32_t d;

@@ -141,11 +141,11 @@ class BiasDescription(NamedTuple):
         memory: bytes that a forward reads. A DenseBias has its own dtype, and one entry where it repeats.
             Slopes, and the entries of all distances of a RelativePosition, are float32.
         kept: bytes of the copies that a call on a GPU keeps for later ones. Each mask, ``causal`` and
-            ``window_size`` has its own. Copied are a DenseBias whose rows do not begin on 16 bytes, unless it
-            is expanded; the sum of several; slopes of another dtype or with gaps; the entries of all
-            distances. Nothing is kept of a tensor that requires a gradient. The CPU reads rows as they are,
-            and keeps no copy of a single DenseBias. Nor does a GPU for up to 64 rows and keys, or up to 80
-            with head_dim up to 64; from 65 to 80 the number is that of a larger head_dim.
+            ``window_size`` has its own. Copied are a DenseBias whose rows do not begin on 16 bytes, the sum
+            of several, slopes of another dtype or with gaps, and the entries of all distances. Nothing is
+            kept of a tensor that requires a gradient. The CPU reads rows as they are, and keeps no copy of a
+            single DenseBias. Nor does a GPU for up to 64 rows and keys, or up to 80 with head_dim up to 64;
+            from 65 to 80 the number is that of a larger head_dim.
         gradient: bytes of the gradients that a backward writes, in the dtypes of ``memory``; 0 where no
             tensor requires one.
         refusal: why no kernel executes it, or None.
@@ -192,12 +192,13 @@ def _bytes_kept(bias: Bias, terms: Terms, sizes: Sizes, total: Tensor | None, sl
     kept = 0 if slopes is None or slopes is terms.slopes else slopes.nbytes
     if total is None:
         return kept
-    if terms.position is not None or sum(isinstance(part, DenseBias) for part in terms_of(bias)) > 1:
+    if terms.position is not None:
         return kept + total.nbytes
-    source = found[0]
-    if source is not None and may_be_copied(source, max(sizes.q_len, sizes.k_len), LARGE_HEAD_DIM):
-        kept += with_aligned_rows(total.detach().to("meta")).untyped_storage().nbytes()
-    return kept
+    read = total if found[0] is None else found[0]
+    if may_be_copied(read, max(sizes.q_len, sizes.k_len), LARGE_HEAD_DIM):
+        return kept + with_aligned_rows(total.detach().to("meta")).untyped_storage().nbytes()
+    is_sum = sum(isinstance(part, DenseBias) for part in terms_of(bias)) > 1
+    return kept + (total.nbytes if is_sum else 0)
 
 
 def plot(mask: Mask, q_len: int, k_len: int, ax: Any, batch_index: int, head_index: int) -> Any:

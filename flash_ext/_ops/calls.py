@@ -118,13 +118,13 @@ def keep_call(
         if of_bias is None:
             return
         given, made_of = of_bias
-        if given is not None and mods.bias is not None:
-            if q.is_cuda and may_be_copied(given, max(q.shape[-3], k.shape[-3]), q.shape[-1]):
-                read = with_aligned_rows(mods.bias)
-                made_of = [*made_of, given]
+        if (total := mods.bias) is not None:
+            read, longest = total if given is None else given, max(q.shape[-3], k.shape[-3])
+            if q.is_cuda and total.dim() == 4 and may_be_copied(read, longest, q.shape[-1]):
+                mods = replace(mods, bias=with_aligned_rows(total))
+                made_of = made_of if given is None else [*made_of, given]
             else:
-                missing, read = mods.bias.dim() - given.dim(), given
-            mods = replace(mods, bias=read)
+                missing, mods = total.dim() - read.dim(), replace(mods, bias=read)
         sources += made_of
     if sources and q.is_cuda and is_capturing():
         return

@@ -124,7 +124,8 @@ def test_rows_that_do_not_begin_on_16_bytes_are_kept_in_others() -> None:
         (full.transpose(1, 2), 4 * heads * n * 200),
         (torch.randn(heads, n, 400)[..., : 2 * n : 2], 4 * heads * n * 200),
         (full[:, :, :1], 0),
-        (full[:1, :1].expand(heads, n, n), 0),
+        (full[:, :1].expand(heads, n, n), 4 * heads * 200),
+        (wide[:, :1, :n].expand(heads, n, n), 0),
         (full.clone().requires_grad_(), 0),
     ):
         found = masks.DenseBias(tensor).describe(n, n, batch=3)

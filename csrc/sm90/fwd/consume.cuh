@@ -162,18 +162,9 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
     const WorkTile& work = work_tiles[(count - 1) % T::kWorkStages];
     const AttnMod mod{a.p.problem, work.w.q.length, work.w.k.length};
     const int first_col = tile * T::kBlockN + own_keys + (lane % 4) * 2;
-    constexpr int kOfPair = 4 * Numbers::kScores / kN;  // of two neighbours: each for itself, or both in fp16
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const VisibleKeys keys = mod.visible(query_of<T>(a, work, row_in_tile + 8 * half));
-#pragma unroll
-      for (int j = 0; j < kN / 8; ++j) {
-#pragma unroll
-        for (int c = 0; c < kOfPair; ++c) {
-          auto& x = s[kOfPair * (2 * j + half) + c];
-          x = Numbers::score(mod, x, keys, first_col + 8 * j + c);
-        }
-      }
+      Numbers::hide(s, half, mod, mod.visible(query_of<T>(a, work, row_in_tile + 8 * half)), first_col);
     }
   };
   const auto issue_scores = [&] {

@@ -8,10 +8,9 @@
 namespace flash_ext::sm90 {
 
 template <typename T>
-struct PlainNumbers {
+struct PlainNumbers : FloatScores {
   using E = typename T::Element;
   using Args = typename T::Args;
-  using Score = float;
   static constexpr int kScores = T::kKeys / 2, kWords = T::kKeys / 4;  // of the scores and weights of a tile
   static constexpr int kVChunkBytes = T::kBlockN * 128;  // between chunks of V
   using Output = float[T::kHeadDimV / 2];
@@ -23,9 +22,6 @@ struct PlainNumbers {
   __device__ __forceinline__ void begin_tile(const Args&, int) {}
   __device__ __forceinline__ static constexpr float unit() { return 1.f; }  // of maxima, in log2
 
-  __device__ __forceinline__ static float score(const AttnMod& mod, float x, VisibleKeys keys, int col) {
-    return mod.score(x, keys, col);
-  }
   template <int kCount>
   __device__ __forceinline__ static void issue_scores(float (&s)[kCount], uint32_t q, uint32_t k) {
     issue_qk<E, T::kHeadDim, T::kBlockM, T::kBlockN>(s, q, k);

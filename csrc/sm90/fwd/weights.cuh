@@ -13,9 +13,29 @@
 
 #include <cmath>
 
+#include "../../common/attn_mod.cuh"
 #include "../../ptx/sm80.cuh"
 
 namespace flash_ext::sm90 {
+
+// Scores in fp32.
+struct FloatScores {
+  using Score = float;
+
+  // Hides those of one of a thread's two rows. first_col: its first key of the tile.
+  template <int kCount>
+  __device__ __forceinline__ static void hide(float (&s)[kCount], int half, const AttnMod& mod, VisibleKeys keys,
+                                              int first_col) {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& x = s[4 * j + 2 * half + c];
+        x = mod.score(x, keys, first_col + 8 * j + c);
+      }
+    }
+  }
+};
 
 inline constexpr float kSumLimit = 64.f;
 

@@ -91,10 +91,23 @@ struct Fp8HalfNumbers : Fp8Numbers<T> {
 
   __device__ __forceinline__ explicit Fp8HalfNumbers(const Fp8Args& a) : Base(a) {}
 
-  // AttnMod::score() of two neighbours, but for its factor, which is a matter of few calls.
-  __device__ __forceinline__ static uint32_t score(const AttnMod&, uint32_t x, VisibleKeys keys, int col) {
-    constexpr uint32_t kHidden = 0xfc00;  // -inf
-    return (keys.contains(col) ? x & 0xffff : kHidden) | (keys.contains(col + 1) ? x & 0xffff0000 : kHidden << 16);
+  // As FloatScores has it, but for the factor of scores, which is a matter of few calls. Bits of 32 keys are shifted so
+  // that the byte of a pair begins with its first key's, or with its second key's; PRMT spreads that bit.
+  __device__ __forceinline__ static void hide(uint32_t (&s)[kScores], int half, const AttnMod&, VisibleKeys keys,
+                                              int first_col) {
+    constexpr uint32_t kHidden = 0xfc00fc00;  // -inf
+    const int own = first_col % 8, begin = keys.begin - (first_col - own), end = begin + static_cast<int>(keys.count);
+#pragma unroll
+    for (int w = 0; w < T::kBlockN / 32; ++w) {
+      const uint32_t bits = ptx::low_bits(max(end - 32 * w, 0)) & ~ptx::low_bits(max(begin - 32 * w, 0));
+      const uint32_t first = bits << (7 - own), second = bits << (6 - own);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t& pair = s[2 * (4 * w + j) + half];
+        const uint32_t mask = ptx::spread_signs(first, second, j);
+        pair = (pair & mask) | (kHidden & ~mask);
+      }
+    }
   }
   __device__ __forceinline__ void scale_scores(uint32_t (&s)[kScores]) const {
     const float factor = this->args.p.problem.score_factor;

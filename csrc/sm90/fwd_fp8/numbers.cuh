@@ -24,9 +24,8 @@ __device__ __forceinline__ float usable_scale(float product) {
 }
 
 template <typename T>
-struct Fp8Numbers {
+struct Fp8Numbers : FloatScores {
   using Output = float[T::kHeadDimV / 2];
-  using Score = float;
   static constexpr int kScores = T::kBlockN / 2, kWords = T::kBlockN / 8;  // of the scores and weights of a tile
   static constexpr int kVChunkBytes = 16;  // a row of V transposed has all keys of a tile
   static constexpr uint32_t kVDescriptorHigh = T::kBlockN == 64 ? ptx::kDescriptorHigh64 : ptx::kDescriptorHigh;
@@ -60,9 +59,6 @@ struct Fp8Numbers {
       scale = usable_scale(scale * __ldg(k_factors + tile / (kFp8Block / T::kBlockN) * a.x.k_factor.step));
   }
 
-  __device__ __forceinline__ static float score(const AttnMod& mod, float x, VisibleKeys keys, int col) {
-    return mod.score(x, keys, col);
-  }
   // s = Q K^T for the 64 rows of a warpgroup.
   template <int kCount>
   __device__ __forceinline__ static void issue_scores(float (&s)[kCount], uint32_t q, uint32_t k) {

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 import torch
@@ -156,6 +157,9 @@ def test_modules_show_their_own_names_alone() -> None:
     assert [name for name in dir(hugging_face) if name[0] != "_"] == sorted(hugging_face.__all__)
     modules = {"bert_padding", "flash_attn_interface"}
     assert {name for name in dir(flash_attn) if name[0] != "_"} == {*flash_attn.__all__, *modules}
+    assert {found.name for found in iter_modules(flash_attn.__path__) if found.name[0] != "_"} == modules
+    for module in (getattr(flash_attn, name) for name in modules):
+        assert [name for name in dir(module) if name[0] != "_"] == sorted(module.__all__)
 
 
 def arguments_of_entry(name: str) -> list[str]:

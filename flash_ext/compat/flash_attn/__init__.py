@@ -9,6 +9,7 @@ The submodules ``flash_attn_interface`` (with the private pairs that ring implem
 ``bert_padding`` are here as well. No module called ``flash_attn`` is installed.
 """
 
+from ._kvcache import flash_attn_with_kvcache
 from .flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -17,7 +18,6 @@ from .flash_attn_interface import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from .kvcache import flash_attn_with_kvcache
 
 # The version whose interface this is; some programs look.
 __version__ = "2.8.3"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """``input[indices]``: (n, ...) rows out of (total, ...)."""
@@ -47,3 +49,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     padded: Tensor = rows.unflatten(0, (batch, seqlen))
     return padded
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("_"))])

@@ -13,7 +13,7 @@ What all of them share:
 * deterministic: a gradient of q that repeats bit for bit.
 * return_attn_probs: return (out, softmax_lse, S_dmask). The lse carries a gradient here. S_dmask is empty
   without dropout; with it, softmax weights with a minus where one was dropped, see
-  :func:`flash_ext.compat.flash_attn.probabilities.signed_weights`.
+  :func:`._probabilities.signed_weights`.
 
 On a GPU tensors are float16 or bfloat16, on the CPU also float32 and float64; headdim is any size up to 256,
 and that of v may differ. Errors are those of :func:`flash_ext.attention`.
@@ -31,12 +31,22 @@ from torch import Tensor
 from ... import attention, attention_varlen, backward, dropout_rng, forward, masks, serving
 from ..._count import counting, tally
 from ..._log import logged
-from .kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
-from .probabilities import rounded, signed_weights
+from . import _probabilities
+from ._kvcache import flash_attn_with_kvcache
 
-Window = tuple[int, int]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+_Window = tuple[int, int]
 # (out, softmax_lse, S_dmask) with return_attn_probs, else out.
-Result = Tensor | tuple[Tensor, Tensor, Tensor]
+_Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 # ---- dense ---------------------------------------------------------------------------------------------
@@ -50,12 +60,12 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: _Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Result:
+) -> _Result:
     """Attention of (batch, seqlen, nheads, headdim) tensors; arguments as the module says.
 
     Returns:
@@ -75,12 +85,12 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: _Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Result:
+) -> _Result:
     """:func:`flash_attn_func` of one tensor qkv (batch, seqlen, 3, nheads, headdim), read in place."""
     q, k, v = _unpacked(qkv, "qkv", 3, 2)
     return flash_attn_func(
@@ -96,12 +106,12 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: _Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Result:
+) -> _Result:
     """:func:`flash_attn_func` with kv (batch, seqlen_k, 2, nheads_k, headdim), read in place."""
     k, v = _unpacked(kv, "kv", 2, 2)
     return flash_attn_func(
@@ -125,13 +135,13 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: _Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-) -> Result:
+) -> _Result:
     """Attention of packed sequences; arguments as the module says.
 
     ``max_seqlen_q`` and ``max_seqlen_k`` are not needed here; as tensors they are not read, so that the host
@@ -166,12 +176,12 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: _Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Result:
+) -> _Result:
     """:func:`flash_attn_varlen_func` of one tensor qkv (total, 3, nheads, headdim)."""
     q, k, v = _unpacked(qkv, "qkv", 3, 1)
     return flash_attn_varlen_func(
@@ -191,12 +201,12 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: _Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Result:
+) -> _Result:
     """:func:`flash_attn_varlen_func` with kv (total_k, 2, nheads_k, headdim)."""
     k, v = _unpacked(kv, "kv", 2, 1)
     return flash_attn_varlen_func(
@@ -264,7 +274,7 @@ def _flash_attn_backward(
         }  # fmt: skip
         _write_gradients((dout, q, k, v, out, softmax_lse), (dq, dk, dv), dropout_p, rng_state, options)
         delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
-        return torch.nn.functional.pad(delta, (0, rounded(q.shape[1]) - q.shape[1]))
+        return torch.nn.functional.pad(delta, (0, _probabilities.rounded(q.shape[1]) - q.shape[1]))
 
 
 def _flash_attn_varlen_forward(
@@ -389,7 +399,7 @@ def _attend(
     return_attn_probs: bool,
     max_seqlens: tuple[int | Tensor, int | Tensor] | None,
     options: dict[str, Any],
-) -> Result:
+) -> _Result:
     if not return_attn_probs:
         return _out_alone(q, k, v, dropout_p=dropout_p, **options)
     out, lse, weights, _ = _run(q, k, v, dropout_p, dropout_p > 0, max_seqlens, options)
@@ -427,7 +437,7 @@ def _over_pages(
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
-    window_size: Window,
+    window_size: _Window,
     softcap: float,
     alibi_slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -473,7 +483,7 @@ def _run(
     if return_softmax:
         longest = None if max_seqlens is None else (int(max_seqlens[0]), int(max_seqlens[1]))
         with torch.no_grad():
-            weights = signed_weights(q, k, rng, dropout_p, longest, **options)
+            weights = _probabilities.signed_weights(q, k, rng, dropout_p, longest, **options)
     return out, lse, weights, rng
 
 
@@ -504,3 +514,7 @@ def _with_unit_stride(t: Tensor) -> Tensor:
     if not isinstance(t, Tensor) or t.stride(-1) == 1 or t.shape[-1] == 1:
         return t
     return t.contiguous()
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("_"))])

@@ -348,6 +348,42 @@ def unpacked(bits: Tensor, cols: int) -> Tensor:
     return ((bits[..., None] >> shifts) & 1).bool().flatten(-2)[..., :cols]
 
 
+class _Collected:
+    """Tensors that come one after the other, joined along the first dimension.
+
+    They are copied into a few large ones. A small tensor that stays takes the place of a larger one that was
+    freed, whose size fits there no more: the heap of a CPU would grow by all temporaries together.
+
+    Args:
+        like: a tensor of their type, device and further dimensions.
+        most: how many rows may come.
+    """
+
+    BYTES = 1 << 26  # of a large one: malloc gives back at once what has more than 32 MB
+
+    def __init__(self, like: Tensor, most: int) -> None:
+        self.like, self.count = like, 0
+        self.rows = min(max(self.BYTES // (like.shape[1:].numel() * like.element_size()), 1), most)
+        self.parts: list[Tensor] = []
+
+    def add(self, rows: Tensor) -> None:
+        while len(rows):
+            start = self.count % self.rows
+            if start == 0:
+                self.parts.append(self.like.new_empty(self.rows, *self.like.shape[1:]))
+            fitting = rows[: self.rows - start]
+            self.parts[-1][start : start + len(fitting)] = fitting
+            self.count += len(fitting)
+            rows = rows[len(fitting) :]
+
+    def joined(self) -> Tensor:
+        """All of them; nothing is kept here."""
+        whole = self.like.new_empty(self.count, *self.like.shape[1:])
+        for place in whole.split(self.rows):
+            place.copy_(self.parts.pop(0)[: len(place)])
+        return whole
+
+
 def _condensed(
     piece: Piece,
     sizes: Sizes,
@@ -364,9 +400,8 @@ def _condensed(
     wanted = None if known is None else (known.some & ~known.every).any(1)
     blocks = torch.zeros(shape, dtype=torch.bool, device=device) if known is None else known.every.clone()
     index = torch.full(shape, -1, dtype=torch.int32, device=device)
-    words = torch.empty(0, rows, -(-cols // 32), dtype=torch.int32, device=device)
-    bits, count = [words], 0
-    for b, of_rows, of_keys in pieces(sizes, rows, cols, wanted):
+    bits = _Collected(index.new_empty(0, rows, -(-cols // 32)), index.numel())
+    for b, of_rows, of_keys in pieces(sizes, rows, cols, device, wanted):
         seen = piece(b, of_rows, of_keys)
         tiles = F.pad(seen, (0, -len(of_keys) % cols, 0, rows - len(of_rows)))
         tiles = tiles.unflatten(2, (-1, cols)).transpose(1, 2)  # (num_heads, key blocks, rows, cols)
@@ -378,13 +413,12 @@ def _condensed(
         blocks[b, :, m, n : n + len(there)] = shown > 0
         own = tiles[cut]
         if len(own):
-            places = torch.arange(count, count + len(own), dtype=torch.int32, device=device)
+            places = torch.arange(bits.count, bits.count + len(own), dtype=torch.int32, device=device)
             index[b, :, m, n : n + len(there)] = index.new_full(cut.shape, -1).masked_scatter(cut, places)
-            bits.append(packed_bits(own))
-            count += len(own)
-    if not count:
+            bits.add(packed_bits(own))
+    if not bits.count:
         return BlockMask(blocks, size)
-    return BlockMask._of(blocks, size, torch.cat(bits), index, (sizes.q_len, sizes.k_len))
+    return BlockMask._of(blocks, size, bits.joined(), index, (sizes.q_len, sizes.k_len))
 
 
 def checked_block_size(block_size: Any) -> tuple[int, int]:

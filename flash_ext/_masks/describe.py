@@ -69,7 +69,7 @@ def describe(mask: Mask, q_len: int, k_len: int, batch: int | None, num_heads: i
     skipped = known.some.numel() - own.num_heads * wanted.sum() - some.sum()
     pairs = (every * heights[:, None] * widths).sum()
     counts = torch.stack([pairs, skipped, torch.zeros_like(pairs), every.sum()])
-    for b, rows, keys in pieces(own, TILE, TILE, wanted):
+    for b, rows, keys in pieces(own, TILE, TILE, device, wanted):
         shown = piece_of(mask, own, b, rows, keys, device).sum(1, dtype=torch.int32)
         tiles = torch.nn.functional.pad(shown, (0, -len(keys) % TILE)).unflatten(1, (-1, TILE)).sum(2)
         full = torch.full(tiles.shape[1:], TILE, device=device)
@@ -210,14 +210,14 @@ def plot(mask: Mask, q_len: int, k_len: int, ax: Any, batch_index: int, head_ind
     def shown(rows: range, keys: range) -> Tensor:
         return piece_of(mask, sizes, batch_index, rows, keys, device)[head_index].float()
 
-    return _drawn(_means(sizes, shown), sizes, ax, cmap="Blues", vmin=0, vmax=1)
+    return _drawn(_means(sizes, device, shown), sizes, ax, cmap="Blues", vmin=0, vmax=1)
 
 
 def plot_bias(bias: Bias, q_len: int, k_len: int, ax: Any, batch_index: int, head_index: int) -> Any:
     """See :meth:`flash_ext.masks.Bias.plot`."""
     _pyplot()
     sizes, batch_index, head_index = _entry(bias, q_len, k_len, batch_index, head_index)
-    device = bias.device
+    device = bias.device or torch.device("cpu")
 
     def numbers(rows: range, keys: range) -> Tensor:
         points = grid(sizes, range(batch_index, batch_index + 1), rows, keys, device)
@@ -225,7 +225,7 @@ def plot_bias(bias: Bias, q_len: int, k_len: int, ax: Any, batch_index: int, hea
         return bias._rule(points).expand(1, 1, len(rows), len(keys))[0, 0].float()
 
     with torch.no_grad():
-        image = _means(sizes._replace(num_heads=1), numbers)
+        image = _means(sizes._replace(num_heads=1), device, numbers)
     ax = _drawn(image, sizes, ax)
     ax.figure.colorbar(ax.images[-1], ax=ax)
     return ax
@@ -250,15 +250,16 @@ def _entry(value: Value, q_len: int, k_len: int, batch_index: int, head_index: i
     return sizes._replace(batch=1), batch_index, head_index
 
 
-def _means(sizes: Sizes, part: Callable[[range, range], Tensor]) -> Tensor:
+def _means(sizes: Sizes, device: torch.device, part: Callable[[range, range], Tensor]) -> Tensor:
     """The finite numbers of so many pairs as a point has, as means; NaN where there are none.
 
     Args:
+        device: where ``part`` makes them.
         part: (rows, keys) float32 of these rows and keys.
     """
     rows_of, keys_of = (-(-length // POINTS) for length in sizes[3:5])
     image = torch.zeros(*(-(-n // of) if n else 0 for n, of in zip(sizes[3:5], (rows_of, keys_of))))
-    for _, rows, keys in pieces(sizes, max(rows_of, 1), max(keys_of, 1)):
+    for _, rows, keys in pieces(sizes, max(rows_of, 1), max(keys_of, 1), device):
         numbers = part(rows, keys)
         finite = numbers.isfinite()
         columns = torch.stack([numbers.where(finite, 0).sum(0), finite.sum(0).float()])

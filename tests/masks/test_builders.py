@@ -297,11 +297,11 @@ def masks_of_runs(draw, q_len: int, k_len: int) -> masks.Mask:
 
 
 class PeakMemory(TorchDispatchMode):
-    """The most bytes that tensors made inside had at a time."""
+    """The most bytes that tensors made inside had at a time, and the most of these tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.most = 0
+        self.live = self.most = self.tensors = self.most_tensors = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
@@ -309,12 +309,31 @@ class PeakMemory(TorchDispatchMode):
         for t in tree_leaves(results):
             if torch.is_tensor(t) and t.untyped_storage()._cdata not in given:
                 self.live += t.untyped_storage().nbytes()
+                self.tensors += 1
                 weakref.finalize(t.untyped_storage(), self.release, t.untyped_storage().nbytes())
         self.most = max(self.most, self.live)
+        self.most_tensors = max(self.most_tensors, self.tensors)
         return results
 
     def release(self, size: int) -> None:
         self.live -= size
+        self.tensors -= 1
+
+
+def test_no_small_tensor_stays_while_blocks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between larger ones that go it would keep the heap as large as all of those together."""
+    n, size = 1600, 16  # a hundred pieces
+    sides = torch.arange(n)[:, None], torch.arange(n)
+
+    def rule(b: Any, h: Any, row: Tensor, key: Tensor) -> Tensor:
+        return (row >= key) & (row - key < 40)
+
+    for together in (1 << 20, 7):  # cut blocks whose bits lie in one tensor until all are joined
+        monkeypatch.setattr("flash_ext._masks.block_mask._Collected.BYTES", together * size * 4)
+        with PeakMemory() as peak:
+            blocks = masks.BlockMask.from_rule(rule, None, None, n, n, size)
+        assert torch.equal(blocks.to_dense(n, n)[0, 0], rule(None, None, *sides))
+        assert blocks.bits is not None and peak.most_tensors < 25 + len(blocks.bits) // together
 
 
 def test_describe_forms_nothing_of_the_size_of_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ from tests import compare
 from tests.cases import dense, packed
 from tests.harness import TARGETS, Target, on_targets
 from tests.judge import judge
-from tests.kernels.plans import plan
 from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.modifier_harness import call, call_and_differentiate, for_each, naming, run_case
 from tests.modifier_truth import compute_modifier_truth
@@ -405,23 +404,3 @@ def test_several_items_of_each_multiprocessor(
         one = [t[at : at + 1] for t in (dout, *qkv)]
         for label, ours, truth in zip(("dq", "dk", "dv"), found, exact(one[0], one[1:], mods), strict=True):
             compare.assert_within_gates(f"{label} of sequence {at}", ours[at : at + 1], truth)
-
-
-@pytest.mark.parametrize(
-    ("seqlen", "heads_k", "modifier", "in_two"),
-    [
-        (256, 2, "key_padding", True),  # 0.77 of the time, documents 0.91
-        (768, 2, "documents", True),
-        (1024, 2, "key_padding", False),
-        (128, 2, "key_padding", False),  # 1.32
-        (256, 8, "key_padding", False),
-        (256, 2, "alibi", False),  # 1.05
-    ],
-)
-def test_masks_of_grouped_heads_have_two_kernels(
-    pretended_gpu, seqlen: int, heads_k: int, modifier: str, in_two: bool
-) -> None:
-    """Where rows are few, so that dq is neither zeroed nor converted."""
-    row = plan("bwd", batch=32, seqlen=seqlen, heads=(8, heads_k), head_dim=128, modifiers=[modifier],
-               backend="sm90")["row"]  # fmt: skip
-    assert row == ("sm90.bwd_mod.split" if in_two else "sm90.bwd_mod.fused")

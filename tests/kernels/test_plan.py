@@ -198,23 +198,6 @@ def test_a_row_of_the_other_direction_is_not_asked_for(pretended_gpu) -> None:
 
 
 @pytest.mark.parametrize(
-    ("direction", "text", "seen"),
-    [
-        ("fwd", "sm80", {"row": "sm80.fwd"}),
-        ("fwd", "kv_splits=4", {"row": "sm80.fwd.split_kv", "splits": 4}),
-        ("fwd", "sm90 kv_splits=0 fwd_block_m=128", {"row": "sm90.fwd.m128"}),
-        ("fwd", "fwd_block_m=192", {"row": "sm90.fwd.m192"}),
-        ("bwd", "dq_pool=1", {"row": "sm90.bwd.dq_pool"}),
-        ("bwd", "dq_pool=0", {"row": "sm90.bwd.dq_atomic"}),
-        ("bwd", "gqa_splits=2", {"row": "sm90.bwd.dq_atomic", "gqa_splits": 1}),  # nothing to divide
-    ],
-)
-def test_what_a_call_asks_of_its_kernels(pretended_gpu, direction: str, text: str, seen: dict) -> None:
-    found = _C.plan(direction, batch=8, **SHAPE | {"seqlen_q": 8192, "seqlen_k": 8192}, backend=text)
-    assert {name: found[name] for name in seen} == seen
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("sm75", "no backend 'sm75'"),

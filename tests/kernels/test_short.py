@@ -148,20 +148,6 @@ def test_plans_of_nothing(pretended_gpu, direction: str) -> None:
 # Up to 256 keys: two warpgroups have all of them, and dq is stored at once
 
 
-def test_dq_is_stored_with_up_to_256_keys(pretended_gpu) -> None:
-    """Up to head_dim 64, causal calls, windows and grouped heads among them."""
-
-    def row(keys: int, head_dim: int = 64, **more) -> str:
-        return plan("bwd", 197, keys, head_dim=head_dim, head_dim_v=head_dim, **more)["row"]
-
-    stored = "sm90.bwd.dq_stored"
-    assert row(129) == row(256) == row(200, 8) == row(200, deterministic=True) == stored
-    assert row(128) == row(64, 128) == "sm90.bwd.dq_stored_short" and row(128, 128) == "sm90.bwd.whole_keys"
-    assert stored not in (row(257), row(200, 65), row(200, packed=True), row(200, backend="sm90 dq_pool=1"))
-    assert row(200, window_size_right=0) == row(200, num_heads=8) == row(200, window_size_left=5) == stored
-    assert plan("bwd", 197, 197, head_dim=64, head_dim_v=64)["workspace"].keys() == {"row_stats"}
-
-
 @on_targets("sm90-short")
 def test_stored_dq(target: Target) -> None:
     cases = [
@@ -213,23 +199,6 @@ def test_stored_dq_repeats(target: Target) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # Few keys: CTAs share out the queries
-
-
-def test_few_blocks_of_keys_are_divided(pretended_gpu) -> None:
-    """As many CTAs as fill 132 multiprocessors once, where each then has steps enough to pay for two sums."""
-
-    def splits(batch: int, rows: int, heads: int, keys: int = 77, heads_k: int = 0, **more) -> int:
-        shape = dict(batch=batch, num_heads=heads, num_heads_k=heads_k or heads, head_dim=64, head_dim_v=64)
-        return plan("bwd", rows, keys, **shape, **more)["q_splits"]
-
-    assert splits(4, 4096, 10) == 3
-    assert splits(1, 4096, 10) == 13
-    assert splits(1, 4096, 16, heads_k=1) > 1
-    assert splits(16, 4096, 10) == 1  # two CTAs a multiprocessor
-    assert splits(4, 4096, 10, keys=129) == splits(66, 4096, 10) == splits(1, 128, 8) == 1
-    assert splits(4, 4096, 10, window_size_right=0) == 1  # blocks of unequal length are fetched
-    assert splits(4, 4096, 10, backend="sm90 q_splits=5") == 5
-    assert splits(4, 130, 10, backend="sm90 q_splits=5") == 3  # tiles of 64 queries
 
 
 @on_targets("sm90-short")

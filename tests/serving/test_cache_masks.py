@@ -347,26 +347,6 @@ def test_all_sizes_have_the_kernel_for_few_rows(count: int, kind: str) -> None:
     assert {kernel, *wide} <= set(found) <= {kernel, *wide, "fwd_merge_cached_sm80_hd64"}
 
 
-@pytest.mark.parametrize(("heads", "softcap", "mask"), [
-    (64, "packed", "packed"), (71, "packed", "portable"), (128, "packed", "portable"),
-    (129, "portable", "portable"),
-])  # fmt: skip
-def test_groups_that_do_not_fit_have_the_portable_kernel(heads: int, softcap: str, mask: str) -> None:
-    """Tiles have 64 rows with masks and 128 without, and hold all heads of a query."""
-    k = torch.empty(1, 64, 1, 64, dtype=torch.bfloat16)
-    table, lengths = torch.zeros(3, 50).int(), torch.full((3,), 3000).int()
-    q, bounds, _ = packed_queries([2] * 3, heads, 64, "cpu", torch.bfloat16)
-    keep = KeyMask(torch.ones(3, 3000, dtype=torch.bool))
-    rows = {"packed": "sm90.fwd_cached.packed_mod", "portable": "sm80.fwd_cached.mod"}
-    given: list[tuple[dict[str, Any], str]] = [({"softcap": 3.0}, softcap), ({"mask": keep}, mask)]
-    with null_kernels():
-        for options, wanted in given:
-            attention_varlen(
-                q, k, k, bounds, None, block_table=table, seqused_k=lengths, max_seqlen_q=2, **options
-            )
-            assert _C.last_launch()["row"] == rows[wanted]
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_caches_of_8_bits_have_a_kernel_for_masks_as_well(dtype: torch.dtype) -> None:
     k = torch.zeros(1, 64, 2, 64, dtype=dtype)

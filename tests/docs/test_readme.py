@@ -11,7 +11,7 @@ import pytest
 
 import flash_ext
 from tests import readme
-from tests.docs.test_docs import README, code_blocks, rows, section, text_of
+from tests.docs.test_docs import README, code_blocks, text_of
 
 COMMANDS = ("pip", "python", "make", "uv")
 SAYS_SO = 'case "$*" in *bench*) echo "no GPU is visible to torch, and a CPU would take hours"; exit 2;; esac'
@@ -84,34 +84,15 @@ def test_a_line_that_fails_ends_it(tmp_path, failing):
 
 
 def test_it_names_all_that_the_package_shows():
-    """As code, not as a word of the text; and it stays a page that is read to its end."""
-    text = text_of(README)
-    code = " ".join(re.findall(r"^```.*?^```$|`[^`\n]+`", text, re.M | re.S))
+    """A line has them, as code, and no others."""
     public = [name for name in dir(flash_ext) if not name.startswith("_")]
-    assert len(public) > 15
-    assert not [name for name in public if not re.search(rf"(?<!\w){name}(?!\w)", code)]
-    (line,) = re.findall(r"^The package shows (.+) \(\[reference\]", text, re.M)
-    assert re.findall(r"`(\w+)`", line) == public
-    assert len(text.splitlines()) <= 180
+    assert public in [re.findall(r"`(\w+)`", line) for line in text_of(README).splitlines()]
 
 
 def test_uv_is_given_what_the_build_needs():
     text = text_of(README.parent / "pyproject.toml")
     setuptools, ninja = re.findall(r'^requires = \["(setuptools[^"]+)", "(\w+)>', text, re.M)[0]
     assert f'`uv pip install "{setuptools}" {ninja}`' in text_of(README)
-
-
-def test_make_demo_says_the_times_of_the_readme():
-    times = {row[0]: row[-1] for row in rows(section(README, "Install"))}
-    done = subprocess.run(
-        ["make", "-n", "demo"], cwd=README.parent, capture_output=True, text=True, check=True
-    )
-    said = " ".join(re.findall(r'echo "(.+?)"', done.stdout))
-    for step, name in (("torch", "torch"), ("CUDA 13 toolkit", "a CUDA compiler")):
-        assert f"{name} ({times[step].removesuffix(' to fetch')})" in said
-    assert f"compiles the kernels ({times['compile']} on two cores)" in said
-    (comment,) = re.findall(r"^make demo +# (.+)$", text_of(README), re.M)
-    assert "in under two minutes" in comment and "in under two minutes" in said
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ the type of the inputs, five times with ALiBi, as in flash-attn's test.
 from __future__ import annotations
 
 import itertools
-import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,9 +17,7 @@ from torch import Tensor
 from flash_ext import _owners
 from flash_ext.compat import flash_attn as fa
 from tests.integrations.test_compat_flash_attn import by_definition, close, draw, on_each_device
-from tests.sources import ROOT
 
-PAGE = ROOT / "docs" / "integrations" / "flash-attn.md"
 HEADS = {"mha": (6, 6), "mqa": (6, 1), "gqa": (6, 3)}
 HEAD_DIMS = (32, 59, 64, 80, 128, 256)
 BATCH = 2
@@ -242,13 +239,6 @@ def test_packed_queries_over_pages_have_softcap_and_alibi(options: dict, device:
     gathered = (torch.cat([t[1, :9], t[0]]) for t in (k, v))
     expected = fa.flash_attn_varlen_func(q, *gathered, bounds_q, bounds_k, 4, 16, **options)
     close(out, expected.double())
-
-
-@pytest.mark.parametrize("text", [PAGE.read_text(encoding="utf-8"), fa.flash_attn_varlen_func.__doc__])
-def test_what_is_excluded_over_pages_is_said(text: str) -> None:
-    words = " ".join(text.split())
-    assert re.search(r"with `+block_table`+ .*?no gradient and no dropout", words, re.I)
-    assert not re.search(r"no (gradient, )?(no )?dropout, softcap", words)
 
 
 # ---- one entry for several sequences ---------------------------------------------------------------------

@@ -88,14 +88,14 @@ demo:
 	$(prepared) && $$py -m examples.train $(ARGS)
 
 PYTHON_SOURCES = bench csrc docs/conf.py examples flash_ext tests setup.py
-KERNEL_SOURCES = git ls-files -z csrc | grep -zE '[.](h|cpp|cu|cuh)$$'
+CPP_SOURCES = git ls-files -z | grep -zE '[.](h|cpp|cu|cuh)$$'
 
 lint: MODULES = ruff mypy importlinter
 lint: EXTRAS = dev
 lint:
 	@$(environment) && $$py -m ruff check $(PYTHON_SOURCES) && $$py -m ruff format --check $(PYTHON_SOURCES) && \
 	$$py -m mypy && $$(dirname $$py)/lint-imports --no-cache --no-logo && \
-	git rev-parse --git-dir > /dev/null && $(KERNEL_SOURCES) | xargs -0 $$(dirname $$py)/clang-format --dry-run --Werror
+	git rev-parse --git-dir > /dev/null && $(CPP_SOURCES) | xargs -0 $$(dirname $$py)/clang-format --dry-run --Werror
 
 docs: MODULES = sphinx myst_parser furo
 docs: EXTRAS = docs

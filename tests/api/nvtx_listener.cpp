@@ -9,9 +9,7 @@ namespace {
 
 std::string* domain_name(nvtxDomainHandle_t domain) { return reinterpret_cast<std::string*>(domain); }
 
-nvtxDomainHandle_t create(const char* name) {
-  return reinterpret_cast<nvtxDomainHandle_t>(new std::string(name));
-}
+nvtxDomainHandle_t create(const char* name) { return reinterpret_cast<nvtxDomainHandle_t>(new std::string(name)); }
 
 int push(nvtxDomainHandle_t domain, const nvtxEventAttributes_t* event) {
   std::printf("open %s %s\n", domain_name(domain)->c_str(), event->message.ascii);
@@ -31,12 +29,10 @@ void set(NvtxFunctionTable table, int which, Function* function) {
 }  // namespace
 
 extern "C" int InitializeInjectionNvtx2(NvtxGetExportTableFunc_t get_export_table) {
-  const auto* callbacks =
-      static_cast<const NvtxExportTableCallbacks*>(get_export_table(NVTX_ETID_CALLBACKS));
+  const auto* callbacks = static_cast<const NvtxExportTableCallbacks*>(get_export_table(NVTX_ETID_CALLBACKS));
   NvtxFunctionTable table = nullptr;
   unsigned int size = 0;
-  if (callbacks == nullptr ||
-      callbacks->GetModuleFunctionTable(NVTX_CB_MODULE_CORE2, &table, &size) == 0) {
+  if (callbacks == nullptr || callbacks->GetModuleFunctionTable(NVTX_CB_MODULE_CORE2, &table, &size) == 0) {
     return 0;
   }
   set(table, NVTX_CBID_CORE2_DomainCreateA, create);

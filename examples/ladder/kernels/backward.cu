@@ -48,12 +48,21 @@ LADDER_API const char* ladder_backward(const void* q, const void* k, const void*
                                        int version, void* stream) {
   using namespace flash_ext::ladder;
   if (seqlen_q <= 0 || seqlen_k <= 0 || heads <= 0 || !(scale > 0)) return "lengths, heads and scale must be positive";
-  const BackwardProblem p{.q = static_cast<const uint16_t*>(q), .k = static_cast<const uint16_t*>(k),
-                          .v = static_cast<const uint16_t*>(v), .out = static_cast<const uint16_t*>(out), .lse = lse,
-                          .dout = static_cast<const uint16_t*>(dout), .dq = static_cast<uint16_t*>(dq),
-                          .dk = static_cast<uint16_t*>(dk), .dv = static_cast<uint16_t*>(dv),
-                          .stats = stats, .acc = acc, .heads = heads, .seqlen_q = seqlen_q,
-                          .seqlen_k = seqlen_k, .scale = scale};
+  const BackwardProblem p{.q = static_cast<const uint16_t*>(q),
+                          .k = static_cast<const uint16_t*>(k),
+                          .v = static_cast<const uint16_t*>(v),
+                          .out = static_cast<const uint16_t*>(out),
+                          .lse = lse,
+                          .dout = static_cast<const uint16_t*>(dout),
+                          .dq = static_cast<uint16_t*>(dq),
+                          .dk = static_cast<uint16_t*>(dk),
+                          .dv = static_cast<uint16_t*>(dv),
+                          .stats = stats,
+                          .acc = acc,
+                          .heads = heads,
+                          .seqlen_q = seqlen_q,
+                          .seqlen_k = seqlen_k,
+                          .scale = scale};
   switch (head_dim) {
     case 64: return run<64>(p, version, stream);
     case 128: return run<128>(p, version, stream);

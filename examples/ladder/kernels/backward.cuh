@@ -24,7 +24,7 @@ struct BackwardProblem {
   uint16_t* dk;
   uint16_t* dv;
   float* stats;  // written by stats_kernel, (2, heads, seqlen_q): lse in units of log 2, and delta
-  float* acc;    // the shape of q: sums of dQ between key blocks
+  float* acc;  // the shape of q: sums of dQ between key blocks
   int64_t heads;
   int seqlen_q, seqlen_k;
   float scale;
@@ -41,7 +41,8 @@ struct BackwardTiles {
   using DsTile = SmemTile<kBlockM>;  // (kBlockN, kBlockM): a row is a key
   static constexpr int kKvBytes = kBlockN * D * 2, kQBytes = kBlockM * D * 2, kStatsBytes = kBlockM * 8;
   // Q, dO and the statistics of their rows lie there twice: one in use, one on its way.
-  static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + 2 * kQBytes, kDsAt = kDoutAt + 2 * kQBytes;
+  static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + 2 * kQBytes,
+                       kDsAt = kDoutAt + 2 * kQBytes;
   static constexpr int kStatsAt = kDsAt + kBlockN * kBlockM * 2, kSharedBytes = kStatsAt + 2 * kStatsBytes;
   static_assert(kKeys % 16 == 0 && kBlockM % kPart == 0 && kBlockM <= kThreads);
 };
@@ -51,7 +52,8 @@ template <typename T>
 using KeyGradient = float[T::kKeyBlocks][T::D / 8][4];
 
 template <typename T>
-__device__ __forceinline__ void load_keys(const BackwardProblem& p, uint32_t smem, int64_t head, int first, int thread) {
+__device__ __forceinline__ void load_keys(const BackwardProblem& p, uint32_t smem, int64_t head, int first,
+                                          int thread) {
   const int keys = p.seqlen_k - first;
   load_tile<T::kBlockN, T::D, T::kThreads>(smem, rows_of<T::D>(p.k, head, p.seqlen_k, first), keys, thread);
   load_tile<T::kBlockN, T::D, T::kThreads>(smem + T::kVAt, rows_of<T::D>(p.v, head, p.seqlen_k, first), keys, thread);

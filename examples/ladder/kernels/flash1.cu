@@ -20,9 +20,16 @@ LADDER_API const char* ladder_flash1(const void* q, const void* k, const void* v
                                      float scale, int block_m, int block_n, void* stream) {
   using namespace flash_ext::ladder;
   if (seqlen_q <= 0 || seqlen_k <= 0 || heads <= 0 || !(scale > 0)) return "lengths, heads and scale must be positive";
-  const Problem p{.q = static_cast<const uint16_t*>(q), .k = static_cast<const uint16_t*>(k),
-                  .v = static_cast<const uint16_t*>(v), .out = static_cast<uint16_t*>(out), .heads = heads,
-                  .seqlen_q = seqlen_q, .seqlen_k = seqlen_k, .scale = scale, .acc = acc, .row_max = row_max,
+  const Problem p{.q = static_cast<const uint16_t*>(q),
+                  .k = static_cast<const uint16_t*>(k),
+                  .v = static_cast<const uint16_t*>(v),
+                  .out = static_cast<uint16_t*>(out),
+                  .heads = heads,
+                  .seqlen_q = seqlen_q,
+                  .seqlen_k = seqlen_k,
+                  .scale = scale,
+                  .acc = acc,
+                  .row_max = row_max,
                   .row_sum = row_sum};
   const auto is = [&](int d, int m, int n) { return head_dim == d && block_m == m && block_n == n; };
   if (is(64, 32, 256)) return run<Flash1<64, 32, 256, 8, 64>>(p, stream);

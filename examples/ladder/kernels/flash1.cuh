@@ -54,13 +54,15 @@ __device__ __forceinline__ void load_old(OldState<T>& old, const Problem& p, int
 // Where the warps of a CTA meet.
 template <typename T>
 struct Meeting {
-  float* parts;      // (kWarps, kBlockM, kPitch): a warp's share of P V
-  float* maxima;     // (kWarps, kBlockM)
-  float* sums;       // (kWarps, kBlockM)
+  float* parts;  // (kWarps, kBlockM, kPitch): a warp's share of P V
+  float* maxima;  // (kWarps, kBlockM)
+  float* sums;  // (kWarps, kBlockM)
   float* block_max;  // (kBlockM): over all warps
 
   __device__ __forceinline__ explicit Meeting(unsigned char* smem)
-      : parts(reinterpret_cast<float*>(smem)), maxima(parts + T::kPartsBytes / 4), sums(maxima + T::kWarps * T::kBlockM),
+      : parts(reinterpret_cast<float*>(smem)),
+        maxima(parts + T::kPartsBytes / 4),
+        sums(maxima + T::kWarps * T::kBlockM),
         block_max(sums + T::kWarps * T::kBlockM) {}
 };
 
@@ -141,7 +143,7 @@ __device__ __forceinline__ void step(const Problem& p, const Meeting<T>& meet, c
     for (int m = 0; m < T::kMBlocks; ++m) {
 #pragma unroll
       for (int j = 0; j < T::kSlice / 8; ++j) {
-        const float(&block)[4] = acc[m][slice * T::kSlice / 8 + j];
+        const float (&block)[4] = acc[m][slice * T::kSlice / 8 + j];
         const int row = warp * T::kBlockM + m * 16 + lane / 4;
         float* const to = meet.parts + row * T::kPitch + j * 8 + lane % 4 * 2;
         *reinterpret_cast<float2*>(to) = make_float2(block[0], block[1]);
@@ -175,7 +177,8 @@ __global__ void __launch_bounds__(T::kThreads) flash1_kernel(const Problem p) {
     const int keys = p.seqlen_k - n * T::kBlockN;
     __syncthreads();  // the key block before is done with shared memory
     load_tile<T::kBlockN, D, T::kThreads>(smem_k, rows_of<D>(p.k, head, p.seqlen_k, n * T::kBlockN), keys, thread);
-    load_tile<T::kBlockN, D, T::kThreads>(smem_v, rows_of<D>(p.v, head, p.seqlen_k, n * T::kBlockN), keys, thread);  // 6
+    load_tile<T::kBlockN, D, T::kThreads>(smem_v, rows_of<D>(p.v, head, p.seqlen_k, n * T::kBlockN), keys,
+                                          thread);  // 6
     load_queries(0);
     for (int m = 0; m < num_m; ++m) {  // 7
       OldState<T> old;

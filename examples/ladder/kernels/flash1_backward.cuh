@@ -39,8 +39,8 @@ __device__ __forceinline__ void load_old(OldGradient<T>& old, const BackwardProb
 #pragma unroll
     for (int s = 0; s < T::kSlices; ++s) {
       const float* const from = p.acc + (head * p.seqlen_q + row) * T::D + s * T::kSlice + thread % T::kColumns * 4;
-      old.dq[s][i] = !is_first && row < p.seqlen_q ? *reinterpret_cast<const float4*>(from)
-                                                   : make_float4(0.f, 0.f, 0.f, 0.f);
+      old.dq[s][i] =
+          !is_first && row < p.seqlen_q ? *reinterpret_cast<const float4*>(from) : make_float4(0.f, 0.f, 0.f, 0.f);
     }
   }
 }
@@ -73,8 +73,8 @@ __device__ __forceinline__ void merge(const BackwardProblem& p, const float* par
 
 // A warp's share of dQ for all rows of a block, the meeting of all warps, and what memory gets.
 template <typename T>
-__device__ __forceinline__ void add_queries(const BackwardProblem& p, uint32_t smem, float* parts,
-                                            int64_t head, int first_row, bool is_first, bool is_last) {
+__device__ __forceinline__ void add_queries(const BackwardProblem& p, uint32_t smem, float* parts, int64_t head,
+                                            int first_row, bool is_first, bool is_last) {
   constexpr int kMBlocks = T::kBlockM / 16, kOwn = T::kKeys;
   const int thread = ptx::fresh_thread_idx(), warp = thread / 32, lane = thread % 32;
   OldGradient<T> old;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void add_queries(const BackwardProblem& p, uint32_t s
     for (int m = 0; m < kMBlocks; ++m) {
 #pragma unroll
       for (int j = 0; j < T::kSlice / 8; ++j) {
-        const float(&block)[4] = acc[m][j];
+        const float (&block)[4] = acc[m][j];
         float* const to = parts + (warp * T::kBlockM + m * 16 + lane / 4) * T::kPitch + j * 8 + lane % 4 * 2;
         *reinterpret_cast<float2*>(to) = make_float2(block[0], block[1]);
         *reinterpret_cast<float2*>(to + 8 * T::kPitch) = make_float2(block[2], block[3]);

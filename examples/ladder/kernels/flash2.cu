@@ -27,9 +27,15 @@ LADDER_API const char* ladder_flash2(const void* q, const void* k, const void* v
                                      int normalise_each_step, void* stream) {
   using namespace flash_ext::ladder;
   if (seqlen_q <= 0 || seqlen_k <= 0 || heads <= 0 || !(scale > 0)) return "lengths, heads and scale must be positive";
-  const Problem p{.q = static_cast<const uint16_t*>(q), .k = static_cast<const uint16_t*>(k),
-                  .v = static_cast<const uint16_t*>(v), .out = static_cast<uint16_t*>(out), .heads = heads,
-                  .seqlen_q = seqlen_q, .seqlen_k = seqlen_k, .scale = scale, .lse = lse};
+  const Problem p{.q = static_cast<const uint16_t*>(q),
+                  .k = static_cast<const uint16_t*>(k),
+                  .v = static_cast<const uint16_t*>(v),
+                  .out = static_cast<uint16_t*>(out),
+                  .heads = heads,
+                  .seqlen_q = seqlen_q,
+                  .seqlen_k = seqlen_k,
+                  .scale = scale,
+                  .lse = lse};
   switch (head_dim) {
     case 64: return run<64>(p, one_cta_per_head, normalise_each_step, stream);
     case 128: return run<128>(p, one_cta_per_head, normalise_each_step, stream);

@@ -124,8 +124,8 @@ __global__ void __launch_bounds__(T::kThreads) flash2_kernel(const Problem p) {
 
   for (int m = static_cast<int>(blockIdx.x) % p.ctas_per_head; m < num_m; m += p.ctas_per_head) {  // 3
     __syncthreads();  // the tile before is done with shared memory
-    load_tile<kBlockM, D, T::kThreads>(smem_q, rows_of<D>(p.q, head, p.seqlen_q, m * kBlockM),
-                                       p.seqlen_q - m * kBlockM, thread);  // 4
+    load_tile<kBlockM, D, T::kThreads>(smem_q, rows_of<D>(p.q, head, p.seqlen_q, m * kBlockM), p.seqlen_q - m * kBlockM,
+                                       thread);  // 4
     load_keys(p.k, smem_k, 0);
     load_keys(p.v, smem_v, 0);
     float acc[T::kMBlocks][D / 8][4];

@@ -35,7 +35,7 @@ __device__ __forceinline__ void add_queries(const BackwardProblem& p, uint32_t s
     if (r * 8 >= there) break;
 #pragma unroll
     for (int j = 0; j < T::kColumns / 8; ++j) {
-      const float(&block)[4] = acc[r / 2][j];
+      const float (&block)[4] = acc[r / 2][j];
       ptx::red_add_f32x2(to + r * 8 * T::D + j * 8, block[r % 2 * 2], block[r % 2 * 2 + 1]);
     }
   }

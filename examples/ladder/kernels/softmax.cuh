@@ -77,7 +77,8 @@ __global__ void __launch_bounds__(kSoftmaxThreads) softmax_kernel(const float4* 
       stats.row_sum = stats.row_sum * exp_of(stats.row_max - shift) + exp_of(value - shift);
       stats.row_max = new_max;
     };
-    for_each_four(row, fours, [&](const float4& of, int64_t) { element(of.x), element(of.y), element(of.z), element(of.w); });
+    for_each_four(row, fours,
+                  [&](const float4& of, int64_t) { element(of.x), element(of.y), element(of.z), element(of.w); });
   } else {
     const auto block = [&](const float4& of, int64_t i) {
       if constexpr (kPasses == Passes::kOnChip) kept[i] = of;

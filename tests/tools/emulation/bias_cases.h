@@ -53,9 +53,8 @@ inline std::vector<Case> all_cases() {
   add("b1s1", [](C c) { c.by_batch = true, c.by_head = c.by_col = false; });
   add("1hs1 window", [](C c) { c.by_col = false, c.left = 20, c.right = 10; });
   add("1h11", [](C c) { c.by_row = c.by_col = false, c.splits = 2; });
-  add("short bias, packed", [](C c) {
-    c.bias_rows = 40, c.bias_cols = 96, c.packed = true, c.lq = {70, 0, 200}, c.lk = {90, 10, 260};
-  });
+  add("short bias, packed",
+      [](C c) { c.bias_rows = 40, c.bias_cols = 96, c.packed = true, c.lq = {70, 0, 200}, c.lk = {90, 10, 260}; });
 
   const auto slopes_only = [](C c) { c.has_bias = false, c.slopes = c.want_slopes = true; };
   add("slopes", [&](C c) { slopes_only(c), c.splits = 2; });
@@ -89,18 +88,14 @@ inline std::vector<Case> all_cases() {
   add("dropout", [](C c) { c.dropout = true; });
   add("dropout slopes", [&](C c) { slopes_only(c), c.dropout = true; });
 
-  add("packed 1hss", [](C c) {
-    c.packed = true, c.lq = {70, 0, 200, 33, 1}, c.lk = {90, 10, 260, 0, 129}, c.pad_q = 9;
-  });
-  add("packed bhss", [](C c) {
-    c.packed = c.by_batch = true, c.lq = {70, 0, 200}, c.lk = {90, 10, 260}, c.pad_q = 9;
-  });
+  add("packed 1hss",
+      [](C c) { c.packed = true, c.lq = {70, 0, 200, 33, 1}, c.lk = {90, 10, 260, 0, 129}, c.pad_q = 9; });
+  add("packed bhss", [](C c) { c.packed = c.by_batch = true, c.lq = {70, 0, 200}, c.lk = {90, 10, 260}, c.pad_q = 9; });
   const auto ragged = [&](C c) { c.packed = true, c.lq = ragged_q, c.lk = ragged_k, c.pad_q = 9; };
   add("packed 1h1s", [&](C c) { ragged(c), c.by_row = false, c.splits = 3; });
   add("packed bh1s", [&](C c) { ragged(c), c.by_batch = true, c.by_row = false, c.splits = 2; });
-  add("packed slopes causal dropout", [&](C c) {
-    ragged(c), slopes_only(c), c.splits = 2, c.right = 0, c.dropout = true, c.lk[3] = 50, c.pad_q = 40;
-  });
+  add("packed slopes causal dropout",
+      [&](C c) { ragged(c), slopes_only(c), c.splits = 2, c.right = 0, c.dropout = true, c.lk[3] = 50, c.pad_q = 40; });
   add("packed table", [&](C c) { ragged(c), table(c, 30), c.splits = 2; });
   add("packed table, documents", [&](C c) { ragged(c), table(c, 200), c.documents = true, c.lk[3] = 50; });
   add("packed b1s1 documents mask", [&](C c) {
@@ -108,24 +103,19 @@ inline std::vector<Case> all_cases() {
   });
 
   add("many batch entries", [](C c) { c.heads = 1, c.lq.assign(40, 20), c.lk.assign(40, 30), c.d = c.dv = 16; });
-  add("many heads summed", [](C c) {
-    c.heads = c.heads_k = 36, c.by_head = false, c.lq = {20, 20}, c.lk = {30, 30}, c.d = c.dv = 16;
-  });
+  add("many heads summed",
+      [](C c) { c.heads = c.heads_k = 36, c.by_head = false, c.lq = {20, 20}, c.lk = {30, 30}, c.d = c.dv = 16; });
   add("d256/200", [](C c) { c.d = 256, c.dv = 200, c.lq = {130, 130}; });
   add("d96", [](C c) { c.d = c.dv = 96, c.lq = {130, 130}, c.lk = {256, 256}; });
   add("whole tiles d64", [](C c) { c.lq = c.lk = {256}, c.ctas = 2; });
-  add("whole tiles d128", [](C c) {
-    c.d = c.dv = 128, c.lq = {256, 256, 256}, c.lk = {128, 128, 128}, c.heads_k = 2, c.ctas = 2;
-  });
-  add("window, tiles without steps", [](C c) {
-    c.right = 0, c.left = 30, c.lq = {384}, c.lk = {512}, c.heads = 1, c.ctas = 2;
-  });
-  add("causal odd, tiles without steps", [](C c) {
-    c.right = 0, c.staged = false, c.lq = {260}, c.lk = {333}, c.heads = 1, c.bias_fp32 = true;
-  });
-  add("long line d16", [](C c) {
-    c.by_col = c.by_head = false, c.heads = 1, c.lq = {40}, c.lk = {2600}, c.d = c.dv = 16;
-  });
+  add("whole tiles d128",
+      [](C c) { c.d = c.dv = 128, c.lq = {256, 256, 256}, c.lk = {128, 128, 128}, c.heads_k = 2, c.ctas = 2; });
+  add("window, tiles without steps",
+      [](C c) { c.right = 0, c.left = 30, c.lq = {384}, c.lk = {512}, c.heads = 1, c.ctas = 2; });
+  add("causal odd, tiles without steps",
+      [](C c) { c.right = 0, c.staged = false, c.lq = {260}, c.lk = {333}, c.heads = 1, c.bias_fp32 = true; });
+  add("long line d16",
+      [](C c) { c.by_col = c.by_head = false, c.heads = 1, c.lq = {40}, c.lk = {2600}, c.d = c.dv = 16; });
   return list;
 }
 

@@ -236,8 +236,8 @@ struct BiasData {
   }
 
   // Of every three times 128 tokens: random ones, everything, nothing.
-  void make_intervals(int64_t tokens, int other, int count, std::vector<int32_t>& bounds,
-                      std::vector<int32_t>& groups, HiddenIntervals& view) {
+  void make_intervals(int64_t tokens, int other, int count, std::vector<int32_t>& bounds, std::vector<int32_t>& groups,
+                      HiddenIntervals& view) {
     for (int b = 0; b < label_batch(); ++b) {
       for (int64_t i = 0; i < tokens * count; ++i) {
         const int kind = static_cast<int>(i / count / 128 % 3), begin = integer(0, other);

@@ -27,15 +27,33 @@
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 
-struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
-struct int2 { int x, y; };
-struct int4 { int x, y, z, w; };
-struct uint2 { uint32_t x, y; };
-struct uint4 { uint32_t x, y, z, w; };
-struct __half { uint16_t bits; };
-struct __nv_bfloat16 { uint16_t bits; };
-struct Dim { uint32_t x; };
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+struct int2 {
+  int x, y;
+};
+struct int4 {
+  int x, y, z, w;
+};
+struct uint2 {
+  uint32_t x, y;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+struct __half {
+  uint16_t bits;
+};
+struct __nv_bfloat16 {
+  uint16_t bits;
+};
+struct Dim {
+  uint32_t x;
+};
 
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
@@ -81,11 +99,11 @@ struct Copy {
 
 struct Fiber {
   ucontext_t context;  // to start it
-  jmp_buf state;       // to go on: swapcontext asks the kernel for the signal mask, half of the time of a run
+  jmp_buf state;  // to go on: swapcontext asks the kernel for the signal mask, half of the time of a run
   std::vector<char> stack;
   bool started, done;
   std::vector<std::vector<Copy>> groups;  // committed, not waited for
-  std::vector<Copy> open;                 // not committed
+  std::vector<Copy> open;  // not committed
 };
 
 struct Warp {
@@ -96,13 +114,13 @@ struct Warp {
 
 alignas(1024) inline unsigned char smem[kSmemBytes];
 inline bool lazy = false;  // copies land when they are waited for, not when they are issued
-inline int fault = 0;      // which planted fault is active: see tests/kernels/test_emulation.py
+inline int fault = 0;  // which planted fault is active: see tests/kernels/test_emulation.py
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
-inline int current;                // fiber that runs
+inline int current;  // fiber that runs
 inline jmp_buf scheduler;
 inline std::function<void()> body;
-inline uint64_t progress;          // waits that ended
+inline uint64_t progress;  // waits that ended
 inline int block_arrived;
 inline uint64_t block_generation;
 

@@ -33,8 +33,12 @@ inline uint8_t e4m3_of(float x) {
 }
 inline uint32_t __nv_cvt_float2_to_fp8x2(float2 x, Saturation, Fp8Kind) { return e4m3_of(x.x) | e4m3_of(x.y) << 8; }
 using __nv_fp8x2_storage_t = uint16_t;
-struct __half2 { __half x, y; };
-struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+struct __half2 {
+  __half x, y;
+};
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
 inline __half2 __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t pair, Fp8Kind) {
   const auto half_of = [](uint8_t x) {
     const bool is_nan = (x & 0x7f) == 0x7f;
@@ -42,9 +46,7 @@ inline __half2 __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t pair, Fp8Kind) {
   };
   return {half_of(static_cast<uint8_t>(pair)), half_of(static_cast<uint8_t>(pair >> 8))};
 }
-inline float2 __half22float2(__half2 x) {
-  return {flash_ext::ptx::to_float(x.x), flash_ext::ptx::to_float(x.y)};
-}
+inline float2 __half22float2(__half2 x) { return {flash_ext::ptx::to_float(x.x), flash_ext::ptx::to_float(x.y)}; }
 // Of a number and NaN the number.
 template <typename Pair>
 Pair __hmin2(Pair a, Pair b) {

@@ -40,7 +40,8 @@ void run(const char* from, const char* to) {
   if (packed) cu_q = read<int32_t>(in, batch + 1), cu_k = read<int32_t>(in, batch + 1);
   if (n[14] != 0) used = read<int32_t>(in, batch);
   const int64_t b = packed ? 1 : batch;
-  std::vector<uint16_t> q = read<uint16_t>(in, b * rows_q * heads * d), k = read<uint16_t>(in, b * rows_k * heads_k * d);
+  std::vector<uint16_t> q = read<uint16_t>(in, b * rows_q * heads * d),
+                        k = read<uint16_t>(in, b * rows_k * heads_k * d);
   std::vector<uint16_t> v = read<uint16_t>(in, b * rows_k * heads_k * dv);
   // cos and sin of q, and of k, (rows, dim / 2): 1 of the halves of a row, 2 of neighbours.
   const int turns = n[15], half = n[16] / 2;

@@ -432,8 +432,8 @@ void run(const FwdParams& p, const Modifiers& m, const Plan& plan, const KvCache
     for (blockIdx.x = 0; blockIdx.x < l.ctas; ++blockIdx.x) {
       emu::run_cta(l.threads, [&] {
         if (l.kernel == KernelId::kFwdMergeCached80) {
-          sm80::fwd_merge_cached_kernel<E, sm80::kMergePasses>(p, g, cache, c, sm80::RowEnding{m.unit_log2}, l.rows.above,
-                                           c.narrow_block_n);
+          sm80::fwd_merge_cached_kernel<E, sm80::kMergePasses>(p, g, cache, c, sm80::RowEnding{m.unit_log2},
+                                                               l.rows.above, c.narrow_block_n);
         } else if (l.kernel == KernelId::kFwdSplitQuantized80) {
           const auto run_rows = [&]<typename T>() {
             if (l.variant == ScoreVariant::kAll) {
@@ -457,11 +457,11 @@ void run(const FwdParams& p, const Modifiers& m, const Plan& plan, const KvCache
         } else if (l.kernel == KernelId::kFwdSplitCachedMod80) {
           const auto run_rows = [&]<int kRows>() {
             if (l.variant == ScoreVariant::kAll) {
-              sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, kRows>, Knows::kMasks>(p, g, cache, c,
-                                                                                                     l.rows, m);
+              sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, kRows>, Knows::kMasks>(p, g, cache, c, l.rows,
+                                                                                               m);
             } else {
-              sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, kRows>, Knows::kTree>(p, g, cache, c,
-                                                                                                    l.rows, m);
+              sm80::fwd_split_cached_mod_kernel<sm80::SplitTraits<E, D, kRows>, Knows::kTree>(p, g, cache, c, l.rows,
+                                                                                              m);
             }
           };
           l.block_m == 16 ? run_rows.template operator()<16>() : run_rows.template operator()<64>();
@@ -480,8 +480,10 @@ void run(const FwdParams& p, const Modifiers& m, const Plan& plan, const KvCache
 template <typename E>
 bool agrees(const Case& c, int splits, bool lazy) {
   Data<E> x(c);
-  Request request{
-      .problem = x.p.problem, .modifiers = c.tree || c.masks || c.biases ? &x.m : nullptr, .cache = &x.cache, .cache_type = c.type};
+  Request request{.problem = x.p.problem,
+                  .modifiers = c.tree || c.masks || c.biases ? &x.m : nullptr,
+                  .cache = &x.cache,
+                  .cache_type = c.type};
   request.most_queries = c.most_queries > 0 ? c.most_queries : *std::max_element(c.lq.begin(), c.lq.end());
   request.constraints.kv_splits = splits;
   Plan made = plan(request, {.cc_major = 8, .cc_minor = 6, .num_sms = 4, .smem_per_block = 99 * 1024}, Arch::kSm80);

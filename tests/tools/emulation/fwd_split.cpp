@@ -141,8 +141,12 @@ struct Data {
     out16.assign(elements + 8, 0x7fff);
     out32.assign(elements + 4, NAN);
     lse.assign(r.total_q * c.heads, NAN);
-    p.out = {c.fp32 ? static_cast<void*>(out32.data()) : out16.data(), int64_t{1} * r.seqlen_q * c.heads * c.dv,
-             int64_t{1} * c.heads * c.dv, c.dv, !c.unaligned && c.dv % 8 == 0, c.fp32};
+    p.out = {c.fp32 ? static_cast<void*>(out32.data()) : out16.data(),
+             int64_t{1} * r.seqlen_q * c.heads * c.dv,
+             int64_t{1} * c.heads * c.dv,
+             c.dv,
+             !c.unaligned && c.dv % 8 == 0,
+             c.fp32};
     p.lse = lse.data();
   }
 
@@ -204,7 +208,8 @@ void run(const FwdParams& p, const SplitGrid& g) {
     emu::run_cta(T::kThreads, [&] { sm80::fwd_split_kernel<T>(p, g); });
   }
   for (blockIdx.x = 0; g.splits > 1 && blockIdx.x < g.total_rows; ++blockIdx.x) {
-    emu::run_cta(SplitTile::kThreads, [&] { sm80::fwd_merge_kernel<E>(p, g, sm80::RowEnding{p.problem.abs_scale_log2}); });
+    emu::run_cta(SplitTile::kThreads,
+                 [&] { sm80::fwd_merge_kernel<E>(p, g, sm80::RowEnding{p.problem.abs_scale_log2}); });
   }
 }
 

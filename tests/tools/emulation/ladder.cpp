@@ -31,9 +31,19 @@ struct Data {
     out.assign(c.heads * c.seqlen_q * D, 0x7fff);
     acc.assign(out.size(), NAN);
     for (std::vector<float>* x : {&lse, &row_max, &row_sum}) x->assign(c.heads * c.seqlen_q, NAN);
-    p = {.q = q.data(), .k = k.data(), .v = v.data(), .out = out.data(), .heads = c.heads, .seqlen_q = c.seqlen_q,
-         .seqlen_k = c.seqlen_k, .scale = 0.3f, .lse = lse.data(), .ctas_per_head = 1, .acc = acc.data(),
-         .row_max = row_max.data(), .row_sum = row_sum.data()};
+    p = {.q = q.data(),
+         .k = k.data(),
+         .v = v.data(),
+         .out = out.data(),
+         .heads = c.heads,
+         .seqlen_q = c.seqlen_q,
+         .seqlen_k = c.seqlen_k,
+         .scale = 0.3f,
+         .lse = lse.data(),
+         .ctas_per_head = 1,
+         .acc = acc.data(),
+         .row_max = row_max.data(),
+         .row_sum = row_sum.data()};
   }
   void fill(std::vector<uint16_t>& x, int seqlen) {
     for (int64_t i = 0; i < c.heads * seqlen * D; ++i) x.push_back(ptx::narrow<Element>(normal()));
@@ -126,9 +136,21 @@ struct BackwardData {
     for (std::vector<uint16_t>* x : {&dk, &dv}) x->assign(keys * D, 0x7fff);
     lse.assign(queries, NAN), stats.assign(2 * queries, NAN), acc.assign(queries * D, NAN);
     true_dq.assign(queries * D, 0.), true_dk.assign(keys * D, 0.), true_dv.assign(keys * D, 0.);
-    p = {.q = q.data(), .k = k.data(), .v = v.data(), .out = out.data(), .lse = lse.data(), .dout = dout.data(),
-         .dq = dq.data(), .dk = dk.data(), .dv = dv.data(), .stats = stats.data(), .acc = acc.data(),
-         .heads = c.heads, .seqlen_q = c.seqlen_q, .seqlen_k = c.seqlen_k, .scale = 0.3f};
+    p = {.q = q.data(),
+         .k = k.data(),
+         .v = v.data(),
+         .out = out.data(),
+         .lse = lse.data(),
+         .dout = dout.data(),
+         .dq = dq.data(),
+         .dk = dk.data(),
+         .dv = dv.data(),
+         .stats = stats.data(),
+         .acc = acc.data(),
+         .heads = c.heads,
+         .seqlen_q = c.seqlen_q,
+         .seqlen_k = c.seqlen_k,
+         .scale = 0.3f};
     for (int64_t row = 0; row < queries; ++row) differentiate(row);
   }
   void fill(std::vector<uint16_t>& x, int64_t rows) {

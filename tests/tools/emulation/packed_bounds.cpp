@@ -58,10 +58,9 @@ int main() {
         if (std::scanf("%d", &x) != 1) return 2;
       }
     }
-    const bool good = covers<16>(cu_q, total_q, cu_k, total_k, batch, 1) &&
-                      covers<64>(cu_k, total_k, cu_q, total_q, batch, 1) &&
-                      covers<192>(cu_q, total_q, cu_k, total_k, batch, 1) &&
-                      covers<64>(cu_q, total_q, cu_k, total_k, batch, 3);
+    const bool good =
+        covers<16>(cu_q, total_q, cu_k, total_k, batch, 1) && covers<64>(cu_k, total_k, cu_q, total_q, batch, 1) &&
+        covers<192>(cu_q, total_q, cu_k, total_k, batch, 1) && covers<64>(cu_q, total_q, cu_k, total_k, batch, 3);
     if (!good) std::printf("wrong: ");
     print_bounds(cu_q, total_q, batch);
     std::printf("| ");

@@ -42,7 +42,8 @@ KINDS = ("plain", "causal", "key_padding", "dropout", "documents", "bias_1hqk", 
          "fp32_bias_1hqk_grad")  # fmt: skip
 # These are swept at two head sizes only.
 RARE_KINDS = ("cross", "few_rows", "bias_11qk", "bias_b1qk", "bias_bh1k_grad", "bias_b11k_grad",
-              "bias_111k_grad", "bias_bhq1_grad", "bias_1hq1_grad", "bias_b1q1_grad", "bias_11q1_grad",
+              "bias_1h1k_grad", "bias_111k_grad", "bias_bhq1_grad", "bias_1hq1_grad", "bias_b1q1_grad",
+              "bias_11q1_grad", "bias_bh11_grad", "bias_1h11_grad", "bias_b111_grad", "bias_1111_grad",
               "fp16_bias_1hqk_grad", "fp32_bias_11qk_grad", "fp32_bias_b1qk_grad",
               "fp32_bias_bh1k_grad")  # fmt: skip
 RARE_HEAD_DIMS = (32, 128)

@@ -14,11 +14,9 @@ namespace flash_ext {
 
 inline constexpr int kFp8Block = 128;  // rows of q or k that share a factor
 inline constexpr float kFp8Max = 448.f;
-// The largest number of q and k up to kSmallDim columns, so that no score of raw numbers exceeds fp16's 65504.
-inline constexpr float kSmallMax = 16.f;
-inline constexpr int kSmallDim = 128;
-constexpr float largest_number(int head_dim) { return head_dim <= kSmallDim ? kSmallMax : kFp8Max; }
-static_assert(kSmallMax * kSmallMax * kSmallDim <= 65504.f);
+// The largest number of q and k, so that no score of raw numbers of 256 columns exceeds fp16's 65504.
+inline constexpr float kSmallMax = 15.f;
+static_assert(kSmallMax * kSmallMax * 256 <= 65504.f);
 inline constexpr int kKeyGroup = 16;  // keys that change places with each other
 // Key kKeyOrder[i] of a group stands at place i: a thread's four weights of a group, as wgmma leaves them, are then the
 // four bytes it hands in for the next product.

@@ -51,9 +51,9 @@ class Fp8Inputs:
         hadamard: whether q and k are rotated. ``k_offset`` is not.
         seqused_k: (b,) int32, or None: sequence i has the first seqused_k[i] of its keys. v holds zeros for
             the others, and what k holds for them does not matter.
-        small: whether no number of q and k exceeds 16 in size and d is at most 128, as :func:`quantize_fp8`
-            leaves them. Their products then fit float16, with which the kernel of head_dim 65 to 128 is
-            faster. Where it says so of larger numbers, keys may be left out, and rows NaN.
+        small: whether no number of q and k exceeds 15 in size, as :func:`quantize_fp8` leaves them. Products
+            of their rows then fit float16, with which kernels are faster from head_dim 65 on. Where it says
+            so of larger numbers, keys may be left out, and rows NaN.
     """
 
     q: Tensor
@@ -299,7 +299,7 @@ def quantize_fp8(
         q.dtype,
         hadamard,
         seqused_k,
-        not mixed and d <= fp8.SMALL_DIM,
+        not mixed,
     )
     if wants_gradient:
         object.__setattr__(x, "_originals", (q, k, v))

@@ -44,7 +44,7 @@ StatsPass stats_pass(const QuantizeFp8& x) {
                        const int32_t* bounds, const int32_t* used) {
     TensorPass& t = s.of[i];
     t.x = view, t.columns = columns, t.rows = rows, t.partials = partials;
-    if (i < 2) t.most = largest_number(columns);
+    if (i < 2) t.most = kSmallMax;
     t.heads = wanted ? heads : 0;
     s.parts[i] = static_cast<int>(stat_parts(rows));
     s.bounds[i] = bounds, s.used[i] = used;
@@ -92,7 +92,7 @@ std::string run_numbers(const QuantizeFp8& x) {
                        int64_t rows, const RotaryRows& rotary) {
     r.rotary = rotary;
     r.t.x = view, r.t.heads = heads, r.t.columns = p.head_dim, r.t.rows = rows;
-    r.t.most = largest_number(p.head_dim);
+    r.t.most = kSmallMax;
     r.to = to, r.factor = factor, r.offset = x.k_offset;
     r.blocks = factor_blocks(packed ? total : rows, p.batch, packed);
     r.tiles = tiles(total, rows);

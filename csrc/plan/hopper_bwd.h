@@ -62,7 +62,8 @@ inline bool prefers_short_sm80(const Problem& p, const DeviceInfo& d) {
   if (d.batch_invariant) return true;
   const int size = std::max(p.head_dim, p.head_dim_v), rows = std::max(p.seqlen_q, p.seqlen_k);
   const bool many = int64_t{p.batch} * p.num_heads >= 1024;
-  return rows <= (size <= 32 ? (many ? 80 : 32) : size <= 64 ? (many ? 32 : 16) : many ? 16 : 0);
+  const int of_many = p.seqlen_q > 64 ? 80 : 64;  // head_dim 32; up to 64 queries are one tile of the Hopper kernel
+  return rows <= (size <= 32 ? (many ? of_many : 32) : size <= 64 ? (many ? 32 : 16) : many ? 16 : 0);
 }
 
 // Among how many CTAs the queries of a block of keys are divided, where there are few blocks: each makes dK and dV of its

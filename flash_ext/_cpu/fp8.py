@@ -25,8 +25,7 @@ BLOCK = 128  # rows that share a factor
 GROUP = 16
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 LARGEST = 448.0
-# Of q and k up to SMALL_DIM columns: a product of two rows fits float16, which some kernels add it in.
-SMALL, SMALL_DIM = 16.0, 128
+SMALL = 15.0  # of q and k: a product of two rows of 256 columns fits float16, which some kernels add it in
 LEAST_AMAX = 1e-30  # what is smaller counts as 0, whose factor is 1
 TOP_WEIGHT = 26.0  # of the largest score of a row
 SIGNS_OF_EIGHT = 0x9E3779B1
@@ -208,7 +207,7 @@ def _quantize_rows(
         n = num_blocks(x.shape[-3], 0 if cu_seqlens is None else len(cu_seqlens) - 1, cu_seqlens is not None)
         amax = per_row.new_zeros((*per_row.shape[:-1], n))
         amax.scatter_reduce_(-1, index.expand_as(per_row), per_row, "amax")
-    factor = _factor(amax, SMALL if x.shape[-1] <= SMALL_DIM else LARGEST)
+    factor = _factor(amax, SMALL)
     of_rows = (1.0 / factor).index_select(-1, index).transpose(-1, -2).unsqueeze(-1)
     numbers = _rounded(y * of_rows)
     if cu_seqlens is not None:

@@ -50,6 +50,18 @@ def test_gradient_of_every_broadcast(target: Target) -> None:
     for_each(bias_cases(target), target, cpu=8)
 
 
+@on_modifier_gpu_paths
+def test_gradients_that_many_heads_share(target: Target) -> None:
+    """Sums over up to 160 heads, of which CTAs have parts; 130 rows are too many for the short kernels."""
+    for_each(
+        [
+            ModifierCase(dense(40, 130, 150, 4, 2, 64, dlse=True), (f"bias_{dims}",))
+            for dims in ("1hq1", "b1q1", "11q1", "111k", "1h11", "1111", "11qk")
+        ],
+        target,
+    )
+
+
 @on_modifier_paths
 def test_any_strides(target: Target) -> None:
     """43 keys, rows off 16 bytes, slices of wider ones; transposed, expanded, every second."""

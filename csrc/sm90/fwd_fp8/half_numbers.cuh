@@ -33,7 +33,7 @@ struct HalfScores {
 template <int kCount>
 __device__ __forceinline__ bool try_half_weights(const uint32_t (&s)[kCount], uint32_t (&p)[kCount / 2],
                                                  RowState& state, float scale) {
-  static_assert(kCount / 2 * 26 <= 448);
+  static_assert(kCount / 2 * kTopWeight <= kFp8Max);
   if (!(scale <= kMostHalfScale)) return false;  // NaN as well: both would hide what they multiply
   const uint32_t by = half_pair(fmaxf(scale, kLeastHalfScale));
   const uint32_t minus_max[2] = {half_pair(state.minus_max[0]), half_pair(state.minus_max[1])};

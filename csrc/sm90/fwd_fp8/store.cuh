@@ -37,6 +37,7 @@ __device__ __forceinline__ void finish_output(const Fp8Args& a, const Work& w, i
     ptx::store_shared_word(staging + (T::kHeadDimV + lane + 32 * i) * 4, __float_as_uint(plus[i]));
   }
   __syncwarp();
+  // Nothing is done to o before its factor is there: the compiler would do it to all of o early, and spill.
 #pragma unroll
   for (int j = 0; j < T::kHeadDimV / 8; ++j) {
     const uint32_t at = staging + (8 * j + 2 * (lane % 4)) * 4;
@@ -44,8 +45,8 @@ __device__ __forceinline__ void finish_output(const Fp8Args& a, const Work& w, i
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float* const pair = &o[4 * j + 2 * half];
-      pair[0] = fmaf(pair[0] * inverse[half], factor_pair.x, offset_pair.x * present[half]);
-      pair[1] = fmaf(pair[1] * inverse[half], factor_pair.y, offset_pair.y * present[half]);
+      pair[0] = fmaf(pair[0], inverse[half] * factor_pair.x, offset_pair.x * present[half]);
+      pair[1] = fmaf(pair[1], inverse[half] * factor_pair.y, offset_pair.y * present[half]);
     }
   }
 }

@@ -9,8 +9,8 @@ namespace flash_ext::sm90 {
 // From the smallest on.
 inline constexpr HeadDims kFp8Dims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 inline constexpr HeadDims kMixedDims[] = {{64, 64}, {96, 96}, {128, 128}};
-// With scores in fp16. At head_dim 64 they gain nothing; above 128 the taller tiles do not fit.
-inline constexpr HeadDims kSmallFp8Dims[] = {{96, 96}, {128, 128}};
+// With scores in fp16. At head_dim 64 they gain nothing.
+inline constexpr HeadDims kSmallFp8Dims[] = {{96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 
 // Rows of 128 bytes: 128 columns of e4m3, 64 of 16-bit elements.
 constexpr int fp8_chunks_of(int d, bool mixed) { return mixed ? chunks_of(d) : (d + 127) / 128; }
@@ -18,7 +18,7 @@ constexpr int fp8_chunks_of(int d, bool mixed) { return mixed ? chunks_of(d) : (
 // Weights take longer than products. Of three warpgroups some make weights at any time, so v of up to 128 columns has three.
 // Evidence: m192. From 65 columns on tiles have 64 keys, and the accumulator in fp32 lies in shared memory, a part for each
 // warp: registers hold scores, the product's own accumulator and weights. The output leaves through the same place. Scores
-// in fp16 leave registers for 128 keys, which takes 0.85 to 0.92 of the time. A tile of keys has one factor, because blocks of
+// in fp16 leave registers for 128 keys, which takes 0.85 to 0.97 of the time. A tile of keys has one factor, because blocks of
 // keys hold whole tiles.
 struct Fp8Tile {
   int consumers, kv_stages, block_n, q_stages;
@@ -39,7 +39,10 @@ struct Fp8Tile {
 };
 
 constexpr Fp8Tile fp8_tile(int d, int dv, Operands operands) {
-  if (operands == Operands::kSmallFp8) return {3, 5, 128, 2, true};
+  if (operands == Operands::kSmallFp8) {
+    if (d <= 128) return {3, 5, 128, 2, true};
+    return {dv > 128 ? 2 : 3, dv == 192 ? 3 : 2, 128, 1, true};
+  }
   if (dv > 128) return {2, 4, 64, d > 192 ? 1 : 2, true};
   if (d == 64) return {3, 8, 128, 2, false};
   const bool wide = operands == Operands::kMixed || d > 128;  // two chunks a row

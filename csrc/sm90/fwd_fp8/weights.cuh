@@ -10,12 +10,13 @@
 // where most of a row is so small that e4m3 has zeros for it.
 #pragma once
 
+#include "../../fp8.h"
 #include "../../ptx/sm90_fp8.cuh"
 #include "../fwd/weights.cuh"
 
 namespace flash_ext::sm90 {
 
-inline constexpr float kTopWeightLog2 = 4.70043972f;  // log2 of 26
+inline constexpr float kTopWeight = 26.f, kTopWeightLog2 = 4.70043972f;
 inline constexpr float kFp8SumLimit = 448.f;
 // Below the top weight by so much begins a row that sees few keys of its first tile: what comes is likely larger, and
 // would have the second tile done again.
@@ -39,7 +40,7 @@ __device__ __forceinline__ void form_weights(uint32_t (&p)[kCount / 4], const fl
 template <int kCount>
 __device__ __forceinline__ bool try_fp8_weights(const float (&s)[kCount], uint32_t (&p)[kCount / 4], RowState& state,
                                                 float scale) {
-  static_assert(kCount / 4 * 26 <= 448);
+  static_assert(kCount / 4 * kTopWeight <= kFp8Max);
   float sum[2][2] = {};
   form_weights(p, s, [&](int at, int r) {
     const float x = ptx::ex2(fmaf(s[at], scale, state.minus_max[r]));

@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_ext._cpu import fp8
 from flash_ext._ops.spec import AttnSpec
 from flash_ext.fp8 import Fp8Inputs
-from tests.tensor_cores import BITS, STEP, add_products, products
+from tests.tensor_cores import BITS, add_products, products
 
 LOG2E = 1.4426950408889634
 TOP_LOG2 = 4.70043972  # log2 of 26
@@ -142,15 +142,6 @@ def _padded(t: Tensor, rows: int) -> Tensor:
     return torch.nn.functional.pad(t, (0, 0, 0, rows - t.shape[-2]))
 
 
-def _half_products(q: Tensor, k: Tensor, bits: int) -> Tensor:
-    """Each step of 32 products ends in float16, to nearest."""
-    s = torch.zeros(*q.shape[:-1], k.shape[-1])
-    for first in range(0, q.shape[-1], STEP):
-        part = slice(first, first + STEP)
-        s = add_products(s, q[..., part], k[..., part, :], bits).half().float()
-    return s
-
-
 def _group(
     x: Fp8Inputs, spec: AttnSpec, values: Tensor, b: int, first: int, group: int, bits: int
 ) -> tuple[Tensor, Tensor]:
@@ -195,7 +186,7 @@ def _group(
                 x.k_descale[b, :, min(keys.start // fp8.BLOCK, x.k_descale.shape[-1] - 1), None]
             )
             tile_scale = (q_scale * k_factor).clamp(min=LEAST_SCALE)
-            s = _half_products(q, k[:, keys].mT, bits) if half else products(q, k[:, keys].mT, bits)
+            s = products(q, k[:, keys].mT, bits, in_half=half)
         s = (s * sign).masked_fill(hidden[:, keys], -math.inf)
         weights, factor = weights_of(s, tile_scale, rows, not begun, half)
         begun = True

@@ -6,7 +6,8 @@ its leading one, cut towards zero as well. Largest means the largest power of tw
 product of those of its factors, and a number below 2^-6 counts as 2^-6.
 
 Two errors measured on an H200 are those of this rule in every digit that was recorded
-(tests/fp8/test_tensor_cores.py). One bit more, or rounding downwards, gives others.
+(tests/fp8/test_tensor_cores.py). One bit more, or rounding downwards, gives others. An accumulator in float16
+has the exact sum, rounded to nearest: of 16384 sums of 96 to 256 products an H200 made every one so.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def _largest_powers(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(sums == 0, 0.0, torch.exp2(exponent.float()))
 
 
-def add_products(accumulator: Tensor, a: Tensor, b: Tensor, bits: int = BITS) -> Tensor:
+def add_products(
+    accumulator: Tensor, a: Tensor, b: Tensor, bits: int = BITS, *, in_half: bool = False
+) -> Tensor:
     """accumulator + a @ b as wgmma computes it.
 
     Args:
@@ -43,6 +46,7 @@ def add_products(accumulator: Tensor, a: Tensor, b: Tensor, bits: int = BITS) ->
         a: (..., m, k) float32 holding e4m3 numbers; a k that is no multiple of 32 ends in zeros.
         b: (..., k, n) float32 holding e4m3 numbers.
         bits: behind the leading one, of what is added and of the sum.
+        in_half: the accumulator is float16.
 
     Returns:
         (..., m, n) float32.
@@ -55,12 +59,15 @@ def add_products(accumulator: Tensor, a: Tensor, b: Tensor, bits: int = BITS) ->
         for i in range(p.shape[-1]):
             # Below 2^15 each, so that float32 adds them exactly.
             total += (p[..., i : i + 1] * in_units).mul_(q[..., i : i + 1, :]).trunc_()
+        if in_half:
+            accumulator = total.div_(in_units).half().float()
+            continue
         kept = leading_power(total).clamp_(min=2.0**bits) / 2.0**bits
         accumulator = (total / kept).trunc_().mul_(kept).div_(in_units)
     return accumulator
 
 
-def products(a: Tensor, b: Tensor, bits: int = BITS) -> Tensor:
+def products(a: Tensor, b: Tensor, bits: int = BITS, *, in_half: bool = False) -> Tensor:
     """a @ b; shapes as in :func:`add_products`."""
     shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    return add_products(a.new_zeros(*shape, a.shape[-2], b.shape[-1]), a, b, bits)
+    return add_products(a.new_zeros(*shape, a.shape[-2], b.shape[-1]), a, b, bits, in_half=in_half)

@@ -350,7 +350,8 @@ def test_scores_in_float16_beside_those_in_float32(dim: int, options: dict[str, 
         lses.append(aux.lse.double().cpu())
     assert error_of(outs[0], outs[1]) <= 1.5 * GATE  # of two roundings to e4m3
     seen = lses[1].isfinite()
-    allowed = 4e-3 + 1e-3 * lses[1][seen].abs()
+    # Each step of 32 products rounds once more: the model needs 1.1e-3 of lse at 256 columns and scale 0.5.
+    allowed = 4e-3 + max(1e-3, 6e-6 * dim) * lses[1][seen].abs()
     assert torch.equal(lses[0].isfinite(), seen) and ((lses[0] - lses[1])[seen].abs() <= allowed).all()
     largest = [attention_fp8(numbers, return_aux=AuxRequest(max_scores=True), **options)[1].max_scores
                for numbers in both]  # fmt: skip

@@ -15,7 +15,7 @@ from flash_ext import AuxRequest
 from flash_ext._cpu import fp8
 from flash_ext.fp8 import Fp8Inputs, attention_fp8, quantize_fp8
 from tests import fp8_kernel
-from tests.fp8.test_fp8 import DATA, ON_GPU, error_of, make, spec_of, truth
+from tests.fp8.test_fp8 import DATA, HOPPER, ON_GPU, error_of, make, spec_of, truth
 from tests.tensor_cores import add_products, products
 
 
@@ -144,3 +144,17 @@ def test_scores_in_float16_are_rounded_behind_each_step(device: str, small: floa
             lse = attention_fp8(y, scale=math.log(2), return_aux=AuxRequest(lse=True))[1].lse
         # A weight is off by 2^-11 of itself and more, lse by as much.
         assert (lse.cpu() / math.log(2) - want).abs().max() < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
+@pytest.mark.parametrize("dim", [96, 128, 192, 256])
+def test_sums_in_float16_are_those_of_the_model(dim: int) -> None:
+    """To the last bit, for rows that see one key: lse is the score, exactly, since scores are large."""
+    q, k = ((4 + 11 * torch.rand(1, 2048, 1, dim)).to(fp8.E4M3) for _ in range(2))
+    ones = torch.ones(1, 1, 16, device="cuda")
+    v, v_descale = torch.zeros(1, 1, dim, 2048).to(fp8.E4M3), torch.ones(1, 1, dim, device="cuda")
+    x = Fp8Inputs(q.cuda(), k.cuda(), v.cuda(), ones, ones, v_descale, small=True)
+    lse = attention_fp8(x, scale=1.0, window_size=(0, 0), return_aux=AuxRequest(lse=True))[1].lse
+    want = products(q[0, :, 0, None].float(), k[0, :, 0, :, None].float(), in_half=True)[:, 0, 0]
+    assert torch.equal(lse[0, 0].cpu(), want)

@@ -454,9 +454,9 @@ def test_in_a_cuda_graph() -> None:
         ((128, 112), "fp8", "128_half"),
         ((80, 96), "fp8", "96_half"),
         ((80, 96), "mixed", "96_mixed"),
-        ((160, 128), "fp8", "192_v128"),
-        ((160, 144), "fp8", "192"),
-        ((64, 208), "fp8", "256"),
+        ((160, 128), "fp8", "192_v128_half"),
+        ((160, 144), "fp8", "192_half"),
+        ((64, 208), "fp8", "256_half"),
     ],
 )
 def test_launches(dims: tuple[int, int], mode: str, size: str, packed: bool) -> None:

@@ -132,7 +132,7 @@ def test_rows_that_do_not_begin_on_16_bytes_are_kept_in_others() -> None:
         assert found.kept == want, tensor.shape
         assert found.memory == distinct_bytes(tensor)
         if want:
-            copy = with_aligned_rows(tensor[None])
+            copy = with_aligned_rows(tensor[None, :, :1] if tensor.stride(1) == 0 else tensor[None])
             assert want == copy.untyped_storage().nbytes()
     for length, want in ((63, 0), (65, 4 * 65 * 72)):  # short sequences are read as they are
         assert masks.DenseBias(torch.zeros(length, length)).describe(length, length).kept == want

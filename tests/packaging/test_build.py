@@ -100,7 +100,7 @@ CACHED = ("fwd_cached_kernel",)
 CACHED_SPLIT = ("fwd_split_cached_kernel", *2 * ("fwd_split_cached_mod_kernel",))  # with trees, with masks
 QUANTIZED, CACHE_TYPES = 2 * ("fwd_split_quantized_kernel",), ("1", "2")  # the same; e4m3, int8
 # By enum Operands: q and k in e4m3, those of small numbers, q and k of 16 bits.
-FP8_HEAD_DIMS = {1: (64, 96, 128, 192, 192, 256), 2: (96, 128), 3: (64, 96, 128)}
+FP8_HEAD_DIMS = {1: (64, 96, 128, 192, 192, 256), 2: (96, 128, 192, 192, 256), 3: (64, 96, 128)}
 FP8_NUMBERS = (8, 16, 32)  # lanes a row
 PASSES = ("bwd_preprocess_kernel", "bwd_postprocess_kernel")
 MASK_PASSES = (

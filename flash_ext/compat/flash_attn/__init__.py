@@ -9,6 +9,7 @@ The submodules ``flash_attn_interface`` (with the private pairs that ring implem
 ``bert_padding`` are here as well. No module called ``flash_attn`` is installed.
 """
 
+from . import bert_padding as bert_padding
 from ._kvcache import flash_attn_with_kvcache
 from .flash_attn_interface import (
     flash_attn_func,

@@ -36,8 +36,8 @@ from flash_ext import masks
 
 HEADS = {32: 4, 64: 12, 80: 12, 128: 16, 256: 8}
 SEQLENS = (16, 49, 77, 128, 197, 256, 577, 1024, 4096)
-# The letters of a bias are its sizes: batch, heads, queries, keys; 1 where it is the same for all of them. One that is the
-# same for all queries and keys moves the scores of a head alike, which lse alone feels: it is left out.
+# The letters of a bias are its sizes: batch, heads, queries, keys; 1 where it is the same for all of them. A
+# bias that is the same for all queries and keys is left out: it moves all scores of a head alike.
 KINDS = ("plain", "causal", "key_padding", "dropout", "documents", "bias_1hqk", "bias_1hqk_grad",
          "bias_11qk_grad", "bias_b1qk_grad", "bias_bhqk_grad", "bias_1h1k",
          "fp32_bias_1hqk_grad")  # fmt: skip

@@ -92,8 +92,6 @@ class DenseOptions(Options, total=False):
 class VarlenOptions(Options, total=False):
     """Those of :func:`attention_varlen`."""
 
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
     seqused_k: Tensor | None
     block_table: Tensor | None
     k_descale: Tensor | None
@@ -237,6 +235,8 @@ def attention_varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     *,
     return_aux: None = None,
     **options: Unpack[VarlenOptions],
@@ -250,6 +250,8 @@ def attention_varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     *,
     return_aux: Any,
     **options: Unpack[VarlenOptions],
@@ -262,9 +264,9 @@ def attention_varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
-    *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    *,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -306,10 +308,11 @@ def attention_varlen(
         v: (total_k, h_k, dv); with ``block_table`` (num_pages, page_size, h_k, dv).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on the device of q, contiguous: where each sequence
             starts, and where the last one ends. With ``block_table`` the latter is not read, None will do.
-        max_seqlen_q, max_seqlen_k: upper bounds on the lengths in rows, for FLOP counts; no kernel needs
-            them, and they change no result. Leave them out when not at hand. A negative one is refused; one
-            in a tensor is not read, because that would wait for the device. Over a cache they choose kernels
-            as well: give max_seqlen_q there, or a decoding step launches kernels for long prompts in vain.
+        max_seqlen_q, max_seqlen_k: upper bounds on the lengths in rows, for FLOP counts, where torch's own
+            ``varlen_attn`` has them. No kernel needs them, and they change no result. Leave them out when not
+            at hand. A negative one is refused; one in a tensor is not read, because that would wait for the
+            device. Over a cache they choose kernels as well: give max_seqlen_q there, or a decoding step
+            launches kernels for long prompts in vain.
         seqused_k: (batch,) int32: sequence i has the first seqused_k[i] of its keys.
         block_table: (batch, max_pages) int32, rows of any stride: the pages of each sequence in order. Needs
             ``seqused_k``; entries behind a length may hold anything.

@@ -224,12 +224,10 @@ ScoreVariant split_variant(Req r) {
 // Into how many parts the sum of a gradient that has rows of its own is divided. A CTA owns 128 of them, and 128 columns or
 // their sum. It takes a step for each head and batch entry that share them. Steps set the time; adding up a part of a
 // matrix costs a fiftieth of one.
-int splits_of_rows(const BiasGradient& g, const Problem& p, Dev d) {
-  constexpr int64_t kMostBytes = int64_t{64} << 20;
-  const int64_t numel = int64_t{1} * g.batch * g.heads * g.rows * g.cols, owners = g.tiles(128, 128);
+int splits_of_rows(const BiasGradient& g, const Problem& p, Dev d, int64_t most) {
   const int64_t steps = int64_t{1} * (g.batch == 1 ? p.batch : 1) * (g.heads == 1 ? p.num_heads : 1);
-  const int64_t most =
-      std::min({steps / 4, int64_t{g.sum_cols ? 2 * d.num_sms : 64}, kMostBytes / (4 * std::max<int64_t>(numel, 1))});
+  const int64_t owners = g.tiles(128, 128);
+  most = std::min({steps / 4, most, int64_t{g.sum_cols ? 2 * d.num_sms : 64}});
   int best = 1;
   double best_time = static_cast<double>(steps) * static_cast<double>((owners + d.num_sms - 1) / d.num_sms);
   for (int parts = 2; parts <= most; ++parts) {
@@ -240,11 +238,12 @@ int splits_of_rows(const BiasGradient& g, const Problem& p, Dev d) {
   return best;
 }
 
-// Two CTAs an SM, of at least 32 columns, are enough to fill the GPU.
+// Two CTAs an SM, of at least 32 columns, are enough to fill the GPU. Parts have 64 MB at most.
 int splits_of_gradient(const BiasGradient& g, const Problem& p, Dev d) {
-  if (!g.sum_rows) return splits_of_rows(g, p, d);
+  const int64_t most = (int64_t{16} << 20) / std::max<int64_t>(int64_t{1} * g.batch * g.heads * g.rows * g.cols, 1);
+  if (!g.sum_rows) return splits_of_rows(g, p, d, most);
   const int64_t owners = int64_t{1} * g.batch * g.heads * (g.sum_cols ? 1 : (g.cols + 31) / 32);
-  return static_cast<int>(std::max<int64_t>(1, 2 * d.num_sms / std::max<int64_t>(owners, 1)));
+  return static_cast<int>(std::max<int64_t>(1, std::min(most, 2 * d.num_sms / std::max<int64_t>(owners, 1))));
 }
 
 // The gradient with its splits, for which it gets a part of the workspace.

@@ -84,6 +84,11 @@ def run_kept_fwd(
     return None if found is None else found[0]
 
 
+def _copies_rows(q: Tensor) -> bool:
+    """Whether kernels read rows of a bias that begin on 16 bytes sooner than others."""
+    return q.is_cuda
+
+
 def keep_call(
     q: Tensor,
     k: Tensor,
@@ -120,7 +125,9 @@ def keep_call(
         given, made_of = of_bias
         if (total := mods.bias) is not None:
             read, longest = total if given is None else given, max(q.shape[-3], k.shape[-3])
-            if q.is_cuda and total.dim() == 4 and may_be_copied(read, longest, q.shape[-1]):
+            if _copies_rows(q) and total.dim() == 4 and may_be_copied(read, longest, q.shape[-1]):
+                if is_capturing():
+                    return
                 mods = replace(mods, bias=with_aligned_rows(total))
                 made_of = made_of if given is None else [*made_of, given]
             else:

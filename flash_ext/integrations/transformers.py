@@ -405,7 +405,7 @@ def attention_forward(
         if fp8.takes(quantize, *packed, options):
             out = fp8.attend(quantize, *packed, options, *bounds)
         else:
-            out = attention_varlen(*packed, *bounds, **options)
+            out = attention_varlen(*packed, bounds[0], bounds[1], **options)
         return out.unflatten(0, q.shape[:2]), None
 
     said = pattern.padded or (attention_mask is not None and attention_mask.dtype == torch.int32)

@@ -89,7 +89,7 @@ SCORES = (
 KERNELS = "deterministic=None, backend=None, **unknown"  # unknown keywords get words of their own
 PUBLIC_PARAMETERS = {
     "attention": f"q, k, v, *, {SCORES}, generator=None, return_aux=None, layout='bshd', {KERNELS}",
-    "attention_varlen": "q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, "
+    "attention_varlen": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, *, "
     f"seqused_k=None, block_table=None, k_descale=None, v_descale=None, {SCORES}, generator=None, "
     f"return_aux=None, {KERNELS}",
     "serving.append_kv": "k_new, v_new, k_cache, v_cache, slot_mapping, rotary=None, k_descale=None, "
@@ -103,7 +103,7 @@ PUBLIC_PARAMETERS = {
     "return_aux=None, backend=None, **unknown",
     "scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, "
     "scale=None, enable_gqa=False",
-    "explain": "q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *, max_seqlen_q=None, max_seqlen_k=None, "
+    "explain": "q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, *, "
     f"seqused_k=None, block_table=None, k_descale=None, v_descale=None, {SCORES}, generator=None, "
     "return_aux=None, layout='bshd', deterministic=None, backend=None, gpu=None, **unknown",
     "count": "",
@@ -160,6 +160,16 @@ def test_modules_show_their_own_names_alone() -> None:
     assert {found.name for found in iter_modules(flash_attn.__path__) if found.name[0] != "_"} == modules
     for module in (getattr(flash_attn, name) for name in modules):
         assert [name for name in dir(module) if name[0] != "_"] == sorted(module.__all__)
+
+
+def test_bounds_stand_where_varlen_attn_has_them() -> None:
+    q, cu_seqlens = torch.randn(10, 2, 16), torch.tensor([0, 4, 10], dtype=torch.int32)
+    packed = (q, q, q, cu_seqlens, cu_seqlens)
+    want = flash_ext.attention_varlen(*packed, causal=True)
+    assert torch.equal(flash_ext.attention_varlen(*packed, 6, 6, causal=True), want)
+    assert flash_ext.explain(*packed, 6, 6).backend == "cpu"
+    with pytest.raises(ValueError, match="max_seqlen_q"):
+        flash_ext.attention_varlen(*packed, -1, 6)
 
 
 def arguments_of_entry(name: str) -> list[str]:

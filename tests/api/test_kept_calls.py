@@ -100,6 +100,29 @@ def test_a_bias_that_is_written_is_read_anew():
         assert torch.equal(flash_ext.attention(q, k, k, bias=bias), expected)
 
 
+@pytest.mark.parametrize("kind", ["plain", "expanded", "sum"])
+def test_copies_with_aligned_rows_follow_their_sources(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """As calls on a GPU make them of rows of 197 elements."""
+    read: list[torch.Tensor] = []
+    arguments = calls.modifier_arguments
+    monkeypatch.setattr(calls, "_copies_rows", lambda q: True)
+    monkeypatch.setattr(
+        calls, "modifier_arguments", lambda mods: (read.append(mods.bias), arguments(mods))[1]
+    )
+    source = torch.randn(2, 1 if kind == "expanded" else 197, 197)
+    bias: masks.Bias = masks.DenseBias(source.expand(2, 197, 197))
+    if kind == "sum":
+        bias = bias + masks.DenseBias(torch.randn(197, 197))
+    q, k = torch.randn(1, 197, 2, 16), torch.randn(1, 197, 2, 16)
+    for change in (1, -2):
+        source.mul_(change)
+        want = flash_ext.attention(q, k, k, bias=fresh(bias))
+        for _ in range(2):  # the second one reads the copy
+            assert torch.equal(flash_ext.attention(q, k, k, bias=bias), want)
+    held = read[-1]
+    assert held.untyped_storage().nbytes() == bias.describe(197, 197).kept > 0 and held.stride(-2) == 200
+
+
 def test_a_bias_with_odd_rows_is_copied_into_aligned_ones():
     bias = torch.randn(2, 1, 24, 77)
     aligned = with_aligned_rows(bias)

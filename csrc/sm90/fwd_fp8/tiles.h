@@ -18,8 +18,8 @@ constexpr int fp8_chunks_of(int d, bool mixed) { return mixed ? chunks_of(d) : (
 // Weights take longer than products. Of three warpgroups some make weights at any time, so v of up to 128 columns has three.
 // Evidence: m192. From 65 columns on tiles have 64 keys, and the accumulator in fp32 lies in shared memory, a part for each
 // warp: registers hold scores, the product's own accumulator and weights. The output leaves through the same place. Scores
-// in fp16 leave registers for 128 keys, which takes 0.85 to 0.97 of the time. A tile of keys has one factor, because blocks of
-// keys hold whole tiles.
+// in fp16 leave registers for 128 keys, which is faster. A tile of keys has one factor, because blocks of keys hold whole
+// tiles.
 struct Fp8Tile {
   int consumers, kv_stages, block_n, q_stages;
   bool shared_total;

@@ -87,7 +87,7 @@ def plan(text: str) -> dict[str, Any]:
 
     Returns:
         A dict: "backend", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in
-        docs/benchmarks.md), "kernel", "launches" (in order), "workspace" (bytes by part), "workspace_bytes",
+        docs/evidence.md), "kernel", "launches" (in order), "workspace" (bytes by part), "workspace_bytes",
         "splits" (of the keys), "gqa_splits" (splits of grouped heads), "q_splits" (of the queries), "reasons"
         (why other backends refuse); where gradients of sinks or of a bias of rows have a plan of their own,
         "then": that plan.

@@ -166,15 +166,24 @@ def test_no_row_is_left_out() -> None:
 
 
 def test_every_choice_has_its_evidence_in_the_page() -> None:
-    """That of rows with a preference, and what comments of the sources name."""
+    """That of rows with a preference, and what comments of the sources name: a line of the table in
+    docs/benchmarks.md, and a section with numbers in docs/evidence.md, in the same order."""
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    table = page.split("## Evidence", 1)[1].split("\n## ", 1)[0]
-    ids = re.findall(r"^\| ([a-z0-9-]+) \|", table, re.MULTILINE)
+    table = page.split("\n## Evidence\n", 1)[1].split("\n## ", 1)[0]
+    lines = re.findall(r"^\| (.+?) \| .+ \|$", table, re.MULTILINE)[1:]  # behind the head
+    ids = [line.partition("]")[0].removeprefix("[") for line in lines]
+    assert lines == [f"[{name}](evidence.md#{name})" for name in ids]
+    _, *sections = re.split(r"^## ", (ROOT / "docs" / "evidence.md").read_text(), flags=re.MULTILINE)
+    measured = {heading: text for heading, _, text in (section.partition("\n") for section in sections)}
+    assert list(measured) == ids
+    assert not [
+        name for name, text in measured.items() if not re.search(r"^\|.* \d[^|]* \|$", text, re.MULTILINE)
+    ]
     named = {evidence for _, _, evidence in _C.plan_rows() if evidence}
     for path in (ROOT / "csrc").rglob("*.*"):
         if path.suffix in (".h", ".cuh", ".cpp", ".cu"):
             named |= set(re.findall(r"// .*\bEvidence: ([a-z0-9-]+)", path.read_text()))
-    assert sorted(set(ids) - {"id"}) == sorted(named)
+    assert sorted(ids) == sorted(named)
 
 
 def test_a_row_may_be_asked_for(pretended_gpu) -> None:

@@ -175,6 +175,7 @@ def test_every_choice_has_its_evidence_in_the_page() -> None:
     assert lines == [f"[{name}](evidence.md#{name})" for name in ids]
     _, *sections = re.split(r"^## ", (ROOT / "docs" / "evidence.md").read_text(), flags=re.MULTILINE)
     measured = {heading: text for heading, _, text in (section.partition("\n") for section in sections)}
+    del measured["More designs that lost"]
     assert list(measured) == ids
     assert not [
         name for name, text in measured.items() if not re.search(r"^\|.* \d[^|]* \|$", text, re.MULTILINE)

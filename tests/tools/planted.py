@@ -287,7 +287,8 @@ MUTANTS = (
         Edit("sm90/fwd_fp8/produce.cuh", "/ kKeyGroup) + w.b;", "/ kKeyGroup);"),), "fp8"),
     Mutant(2104, "M21 scores in float16 hidden by their neighbour",
            "of two neighbours both are seen where the first one is", (
-        Edit("sm90/fwd_fp8/half_numbers.cuh", "second = bits << (6 - own)", "second = bits << (7 - own)"),), "fp8"),
+        Edit("sm90/fwd_fp8/half_numbers.cuh", "second = bits << (6 - own)",
+             "second = bits << (7 - own)"),), "fp8"),
     Mutant(2105, "M21 far maxima in float16",
            "rows whose maxima float16 rounds by 2^22 and more keep them", (
         Edit("sm90/fwd_fp8/half_numbers.cuh", "kFarHalfMaximum = 1024.f;",

@@ -121,10 +121,11 @@ class Fp8Inputs:
             k: (b, seqlen_k, h_k, d), dtype of q.
             v: (b, seqlen_k, h_k, dv) float8_e4m3fn.
             q_descale, k_descale: float32 factors that make numbers of them: one for all (shape () or (1,)),
-                or one for each batch entry and head, (b, h_k) or of q (b, h), packed (h_k,) or (h,). At
-                least 0; on a GPU, where nobody looks, negative ones give NaN. Any strides, 0 as well. None
-                is 1.
-            v_descale: the same, or one for each channel, (b, h_k, dv), packed (h_k, dv).
+                or one for each batch entry and head, (b, h_k) or of q (b, h). Packed: one for each head,
+                (h_k,) or (h,), or for each sequence and head, (sequences, h_k) or (sequences, h). At least 0;
+                on a GPU, where nobody looks, negative ones give NaN. Any strides, 0 as well. None is 1.
+            v_descale: the same, but that packed sequences share it: (sequences, h_k) only with a stride of 0
+                over several. Or one for each channel, (b, h_k, dv), packed (h_k, dv).
             cu_seqlens_q, cu_seqlens_k: as in :func:`attention_varlen`, for packed sequences.
             seqused_k: (b,) int32: sequence i, dense or packed, has the first seqused_k[i] of its keys; what
                 lies behind may be NaN.
@@ -149,15 +150,16 @@ class Fp8Inputs:
         _check_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k)
         _check_lengths(q, k, cu_seqlens_k, seqused_k)
         batch = () if cu_seqlens_q is not None else (q.shape[0],)
+        heads_k = k.shape[-2]
         if mixed and (q_descale is not None or k_descale is not None):
             raise ValueError("q_descale and k_descale belong to q and k in fp8, and these have 16 bits.")
         return cls(
             q,
             k,
             fp8.transpose_values(v, cu_seqlens_k, seqused_k),
-            None if mixed else _descale("q_descale", q_descale, q, batch, q.shape[-2], k.shape[-2], 1),
-            None if mixed else _descale("k_descale", k_descale, q, batch, k.shape[-2], k.shape[-2], 1),
-            _descale("v_descale", v_descale, q, batch, k.shape[-2], k.shape[-2], v.shape[-1]),
+            None if mixed else _descale("q_descale", q_descale, q, batch, heads_k, cu_seqlens_q),
+            None if mixed else _descale("k_descale", k_descale, k, batch, heads_k, cu_seqlens_k),
+            _descale("v_descale", v_descale, v, batch, heads_k, cu_seqlens_k, v.shape[-1]),
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             dtype=dtype,
@@ -553,27 +555,46 @@ def _sinks(sinks: Tensor | None, x: Fp8Inputs) -> Tensor | None:
 
 
 def _descale(
-    name: str, t: Tensor | None, q: Tensor, batch: tuple[int, ...], heads: int, heads_k: int, channels: int
+    name: str,
+    t: Tensor | None,
+    x: Tensor,
+    batch: tuple[int, ...],
+    heads_k: int,
+    cu_seqlens: Tensor | None,
+    channels: int = 1,
 ) -> Tensor:
-    """A view of (b, heads, channels or 1), packed without b."""
+    """A view of (b, heads, channels or 1), packed without b, for x; of packed sequences (heads, blocks)."""
+    heads = x.shape[-2]
     if t is None:
-        t = q.new_ones((), dtype=torch.float32)
+        t = x.new_ones((), dtype=torch.float32)
     if not isinstance(t, Tensor):
         refuse_kind(name, t)
-    if t.dtype != torch.float32 or t.device != q.device:
-        raise TypeError(f"{name} must be torch.float32 on {q.device}, got {t.dtype} on {t.device}.")
+    if t.dtype != torch.float32 or t.device != x.device:
+        raise TypeError(f"{name} must be torch.float32 on {x.device}, got {t.dtype} on {t.device}.")
     if t.is_cpu and not is_traced() and bool((t < 0).any()):
         raise ValueError(f"{name} must be 0 or more: put a sign into the numbers that it multiplies.")
     if t.numel() == 1 and t.dim() <= 1:
         return t.reshape(()).expand(*batch, heads, 1)
-    if t.shape == (*batch, heads_k) and heads != heads_k:
-        return t.unsqueeze(-1).expand(*t.shape, heads // heads_k).flatten(-2).unsqueeze(-1)
-    if t.shape == (*batch, heads):
-        return t.unsqueeze(-1)
     if channels > 1 and t.shape == (*batch, heads, channels):
         return t
-    want = f"(), (1,) or {(*batch, heads)}" + (f" or {(*batch, heads, channels)}" if channels > 1 else "")
-    raise ValueError(f"{name} must have shape {want}, got {tuple(t.shape)}.")
+    sequences = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    lead = (sequences,) if cu_seqlens is not None and t.dim() == 2 else batch
+    if t.shape == (*lead, heads_k) and heads != heads_k:
+        t = t.unsqueeze(-1).expand(*t.shape, heads // heads_k).flatten(-2)
+    if t.shape != (*lead, heads):
+        want = f"(), (1,) or {(*batch, heads)}" + (f" or {(*batch, heads, channels)}" if channels > 1 else "")
+        want += f" or {(sequences, heads)}" if cu_seqlens is not None else ""
+        raise ValueError(f"{name} must have shape {want}, got {tuple(t.shape)}.")
+    if lead == batch or cu_seqlens is None:
+        return t.unsqueeze(-1)
+    if channels == 1:
+        return fp8.factors_of_blocks(t, cu_seqlens, x.shape[0])
+    if sequences > 1 and t.stride(0) != 0:
+        raise NotImplementedError(
+            f"{name} must be the same for all packed sequences, which share the factors of v: one for each "
+            f"head, {(heads,)}, or expanded over sequences. Call those with factors of their own in turn."
+        )
+    return t[0].unsqueeze(-1)
 
 
 def __dir__() -> list[str]:

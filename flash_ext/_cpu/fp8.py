@@ -61,6 +61,16 @@ def block_of_rows(rows: int, cu_seqlens: Tensor | None, device: torch.device) ->
     )
 
 
+def factors_of_blocks(of_sequences: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
+    """(h, blocks) from the factors (sequences, h) of packed rows."""
+    batch, heads = of_sequences.shape
+    factors = of_sequences.new_ones(heads, num_blocks(rows, batch, True))
+    sequence, _ = _sequences(cu_seqlens, rows)
+    return factors.index_copy_(
+        1, block_of_rows(rows, cu_seqlens, of_sequences.device), of_sequences.t().index_select(1, sequence)
+    )
+
+
 def column_of_rows(rows: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
     """Which column of a transposed v each key has."""
     key = torch.arange(rows, device=device)

@@ -312,6 +312,26 @@ def test_powers_of_two_change_no_bit(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_packed_sequences_have_factors_of_their_own(device: str) -> None:
+    """Those of q and k, whose sizes they stand for; v has one of its own where it is the same for all."""
+    q, k, v = (t.to(fp8.E4M3) for t in make(500, 600, packed=True, device=device))
+    bounds = bounds_of([3, 200, 200, 471], [0, 130, 140, 590], device=device)
+    factors = {"q_descale": torch.rand(3, 2), "k_descale": torch.rand(3, 2), "v_descale": torch.rand(1, 2)}
+    factors = {name: t.to(device) + 0.1 for name, t in factors.items()}
+    factors["v_descale"] = factors["v_descale"].expand(3, 2)
+    out = attention_fp8(Fp8Inputs.of(q, k, v, **factors, **bounds))
+    rows, keys = (bounds[f"cu_seqlens_{side}"].tolist() for side in "qk")
+    for i in (0, 2):
+        parts = q[rows[i] : rows[i + 1]], k[keys[i] : keys[i + 1]], v[keys[i] : keys[i + 1]]
+        alone = Fp8Inputs.of(*(t[None] for t in parts), **{name: t[i : i + 1] for name, t in factors.items()})
+        assert error_of(out[rows[i] : rows[i + 1]], attention_fp8(alone)[0].double().cpu()) < GATE / 2
+    with pytest.raises(NotImplementedError, match="v_descale must be the same for all packed sequences"):
+        Fp8Inputs.of(q, k, v, v_descale=factors["q_descale"], **bounds)
+    with pytest.raises(ValueError, match=r"k_descale must have shape .* or \(3, 2\), got \(4, 2\)"):
+        Fp8Inputs.of(q, k, v, k_descale=torch.ones(4, 2, device=device), **bounds)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_it_stands_for_is_an_argument_of_attention(device: str) -> None:
     """As the messages advise; v, which lay transposed, has rows again."""
     x = quantize_fp8(*make(device=device))

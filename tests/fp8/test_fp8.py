@@ -171,6 +171,16 @@ def test_dense(device: str, how: dict, options: dict) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("heads", "dim", "dim_v"), [(8, 64, 64), (4, 96, 96), (8, 128, 128), (4, 192, 128)])
+def test_query_heads_that_share_one(device: str, packed: bool, heads: int, dim: int, dim_v: int) -> None:
+    """Four and eight of them, with a window, dense and packed."""
+    bounds = bounds_of([0, 90, 200], [0, 130, 300], device=device) if packed else {}
+    q, k, v = make(heads=heads, heads_k=1, dim=dim, dim_v=dim_v, packed=packed, device=device)
+    check(quantize_fp8(q, k, v, **bounds), window_size=(70, 20))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dim", "dim_v", "mode"), HEAD_SIZES)
 def test_head_sizes(device: str, dim: int, dim_v: int, mode: str) -> None:
     check(quantize_fp8(*make(dim=dim, dim_v=dim_v, device=device), mode=mode), causal=True)
@@ -238,6 +248,15 @@ def sink_first(q: Tensor, k: Tensor, v: Tensor) -> None:
     k[:, 0, :, 0] = 10
 
 
+def sink_last(q: Tensor, k: Tensor, v: Tensor) -> None:
+    q[..., 0], k[..., 0] = 10, 0
+    k[:, -1, :, 0] = 10
+
+
+def mean_of_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
+    k += 5 * torch.linspace(-1, 1, k.shape[-1], device=k.device).sign()
+
+
 def far(q: Tensor, k: Tensor, v: Tensor) -> None:
     q *= 3e4
     k *= 3e4
@@ -252,6 +271,8 @@ DATA: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], None], float]] = {
     "one rules": (one_rules, GATE),
     "local and tail": (local_and_tail, 0.06),
     "sink first": (sink_first, 0.06),
+    "sink last": (sink_last, 0.06),
+    "keys with a mean": (mean_of_keys, GATE),
     "far": (far, GATE),
     "q x 4": (lambda q, k, v: q.mul_(4), GATE),
     "equal scores": (lambda q, k, v: q.zero_(), GATE),
@@ -309,6 +330,24 @@ def test_powers_of_two_change_no_bit(device: str) -> None:
     for q_descale in (small, small.expand(2, 4), small.repeat(2, 4), small.reshape(1)):
         other = Fp8Inputs.of(*x8, q_descale=q_descale, k_descale=k_descale, v_descale=one)
         assert torch.equal(attention_fp8(other), 2 * plain)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_vector_may_be_off_every_key(device: str) -> None:
+    """out keeps its bits, and lse moves by what the queries have of the vector."""
+    x = quantize_fp8(*make(device=device))
+    assert x.k_offset is not None and x.row_offset is not None
+    vector = torch.randn(2, 2, 64, device=device)
+    of_rows = torch.einsum("bshd,bhd->bhs", x.dequantize(torch.float32)[0], vector.repeat_interleave(2, 1))
+    other = dataclasses.replace(x, k_offset=x.k_offset + vector, row_offset=x.row_offset + of_rows)
+    wanted = AuxRequest(lse=True)
+    (out, aux), (moved, of_moved) = (attention_fp8(y, causal=True, return_aux=wanted) for y in (x, other))
+    assert torch.equal(out, moved)
+    assert (of_moved.lse - aux.lse - of_rows / 8).abs().max() < 2e-5
+    assert (
+        error_of(other.dequantize(torch.float32)[1] - vector[:, None], x.dequantize(torch.float64)[1].cpu())
+        < 1e-6
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import AuxRequest, attention_varlen, masks, serving
+from flash_ext._ops import dispatch_cached
 from flash_ext._ops.library import _C
 from tests.covering import pairs_on_cpu
 from tests.pages import LAYOUTS, MIXED, check, close, make_cache, packed_queries, run, truth
@@ -221,6 +225,28 @@ def test_values_that_the_host_sees_are_refused() -> None:
             run(q, bounds, cache)
     with pytest.raises(ValueError, match="cu_seqlens_q must start at 0 or later"):
         run(q, bounds.flip(0), cache)
+
+
+@pytest.mark.parametrize("value", ["1", "0", ""])
+def test_a_variable_asks_for_values_on_a_gpu(value: str) -> None:
+    code = "from flash_ext._ops.dispatch_cached import CHECKS_DEVICE; print(CHECKS_DEVICE)"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"FLASH_EXT_CHECK": value},
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout.split() == [str(value == "1")]
+
+
+@pytest.mark.gpu
+def test_values_on_a_gpu_are_looked_at_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch_cached, "CHECKS_DEVICE", True)
+    cache = make_cache([40, 9], 8, device="cuda", dtype=torch.bfloat16)
+    q, bounds, _ = packed_queries([1, 1], 4, 64, "cuda", torch.bfloat16)
+    run(q, bounds, cache)
+    cache.lengths[1] = -1
+    with pytest.raises(ValueError, match="seqused_k must hold lengths of at least 0, got -1 for sequence 1"):
+        run(q, bounds, cache)
+    cache.lengths[1], cache.table[0, 4] = 9, cache.k.shape[0]
+    with pytest.raises(ValueError, match="block_table must name pages from 0 to .* for sequence 0"):
+        run(q, bounds, cache)
 
 
 @pytest.mark.gpu

@@ -439,6 +439,7 @@ SETS: dict[str, list[Case]] = {
     "headline": _constant_work("", 16384, 2048, (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)),
     "around": _around(),
     "features": _features("feature-", 4, 4096, 16, 128),
+    "features-d64": _features("d64-feature-", 4, 4096, 32, 64),
     "features-d256": _features("d256-feature-", 4, 4096, 8, 256),
     "features-deterministic": _features("deterministic-feature-", 4, 4096, 16, 128, deterministic=True),
     "shapes": _shapes(),

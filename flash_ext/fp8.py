@@ -555,14 +555,9 @@ def _sinks(sinks: Tensor | None, x: Fp8Inputs) -> Tensor | None:
 
 
 def _descale(
-    name: str,
-    t: Tensor | None,
-    x: Tensor,
-    batch: tuple[int, ...],
-    heads_k: int,
-    cu_seqlens: Tensor | None,
+    name: str, t: Tensor | None, x: Tensor, batch: tuple[int, ...], heads_k: int, cu_seqlens: Tensor | None,
     channels: int = 1,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A view of (b, heads, channels or 1), packed without b, for x; of packed sequences (heads, blocks)."""
     heads = x.shape[-2]
     if t is None:
@@ -583,7 +578,7 @@ def _descale(
         t = t.unsqueeze(-1).expand(*t.shape, heads // heads_k).flatten(-2)
     if t.shape != (*lead, heads):
         want = f"(), (1,) or {(*batch, heads)}" + (f" or {(*batch, heads, channels)}" if channels > 1 else "")
-        want += f" or {(sequences, heads)}" if cu_seqlens is not None else ""
+        want += "" if cu_seqlens is None else f" or {(sequences, heads)}"
         raise ValueError(f"{name} must have shape {want}, got {tuple(t.shape)}.")
     if lead == batch or cu_seqlens is None:
         return t.unsqueeze(-1)

@@ -192,6 +192,8 @@ __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t s
       }
       ptx::warpgroup_fence_operand(dk);
       ptx::warpgroup_fence_operand(ds_words);
+      // racecheck reports lse and delta where dQ is made elsewhere and no __syncwarp stands here. Every lane has used its own
+      // before the products, which all lanes issue together and which this arrival has waited for.
       arrive(bars.q_empty(stage));
       arrive(bars.dout_empty(stage));
       if constexpr (!kLast) form_weights();

@@ -203,7 +203,7 @@ def quantize_fp8(
             weights of a row add up to 1; it keeps what all values have in common out of the sums that fp8
             tensor cores round.
         hadamard: rotate q and k, after random signs, so that an outlier spreads over all channels. Wants
-            granularity "block" and a d that is a power of two.
+            a d that is a power of two, and "block": factors of "head" belong to the rows before they turn.
         rotary: rotary position embedding, applied to q and k before all else, which saves passes over them:
             (cos, sin) for both, or ((cos, sin) of q, (cos, sin) of k). Each is (seqlen, rotary_dim / 2), (b,
             seqlen, rotary_dim / 2) or packed (total, rotary_dim / 2), float32 or dtype of q, a row for each

@@ -79,7 +79,7 @@ __device__ __forceinline__ float round_maximum(float minus_max) {
 }
 __device__ __forceinline__ float half_limit(const RowState& state) {
   const bool far = !(fmaxf(fabsf(state.minus_max[0]), fabsf(state.minus_max[1])) < kFarHalfMaximum);
-  return __any_sync(ptx::kFullWarp, far) ? -1.f : kFp8SumLimit;
+  return __any_sync(ptx::kFullWarp, far) ? -1.f : kFp8Max;
 }
 
 template <typename T>

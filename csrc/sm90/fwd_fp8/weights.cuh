@@ -17,7 +17,6 @@
 namespace flash_ext::sm90 {
 
 inline constexpr float kTopWeight = 26.f, kTopWeightLog2 = 4.70043972f;
-inline constexpr float kFp8SumLimit = 448.f;
 // Below the top weight by so much begins a row that sees few keys of its first tile: what comes is likely larger, and
 // would have the second tile done again.
 inline constexpr float kFewKeysLog2 = 4.f;
@@ -62,7 +61,7 @@ __device__ __forceinline__ void guess_fp8_maximum(const float (&s)[kCount], RowS
   constexpr int kLast = 4 * (kCount / 16 - 1) + 1;  // of the first quarter, in the first row
   const bool few = __any_sync(ptx::kFullWarp, s[kLast] == -INFINITY || s[kLast + 2] == -INFINITY);
   const float top = few ? kTopWeightLog2 - kFewKeysLog2 : kTopWeightLog2;
-  state.limit = kFp8SumLimit;
+  state.limit = kFp8Max;
   float largest[2];
   quad_maxima(s, largest);
 #pragma unroll
@@ -83,7 +82,7 @@ __device__ __forceinline__ void fp8_weights_by_maximum(const float (&s)[kCount],
     const float product = __fmul_rn(-largest[r], scale);
     maxima.take(state, r, fminf(state.minus_max[r], product + kTopWeightLog2), factor[r]);
   }
-  state.limit = maxima.limit(kFp8SumLimit);
+  state.limit = maxima.limit(kFp8Max);
   form_weights(p, s, [&](int at, int r) {
     const float x = maxima.weight(s[at], r);
     state.sum[r] += x;

@@ -31,7 +31,7 @@ inline double time_with_splits(const Problem& p, int parts, int block_keys, int 
   const double balanced = uneven ? std::max(1.0 / parts, even + 0.3 / parts) : std::max(waves, even);
   if (parts == 1) return balanced;
   // Parts are written and read in fp32: 16 bytes an element of dk at about 2.3 TB/s, against 10 operations a query at
-  // about 600 TFLOP/s; and two launches of 2 us, where one multiprocessor does 4.5 TFLOP/s.
+  // about 600 TFLOP/s; and 4 us of launches, where one multiprocessor does 4.5 TFLOP/s.
   const double traffic = 420.0 * parts / (group * rows_q * share);
   const double tile_us = 10e-6 * group * rows_q * block_keys * p.head_dim / 4.5;
   return balanced + even * traffic + 4.0 / std::max(tile_us, 1.0);
@@ -111,8 +111,12 @@ inline BwdParams in_query_splits(BwdParams p, int splits, float* dk, float* dv) 
   return p;
 }
 
-// Adds `num_parts` parts of one gradient, whose columns are l.head_dim, for each of `heads` heads; csrc/inst/passes.cu.
-std::string sum_heads(const Launch& l, const Problem& p, int heads, int num_parts, const float* parts,
-                      const StridedView& to, void* stream);
+struct PartsOfGradients {
+  const float *dk, *dv;
+};
+
+// Adds `num_parts` parts of dk and dv for each of `heads` heads; csrc/inst/passes.cu.
+std::string sum_heads(const Launch& l, const Problem& p, int heads, int num_parts, const PartsOfGradients& parts,
+                      const StridedView& dk, const StridedView& dv, void* stream);
 
 }  // namespace flash_ext

@@ -60,12 +60,16 @@ std::string launch(const FwdCall& c, const Launch& l) {
   }
 }
 
-// Adds the parts of dk or dv, which stand at `parts`.
-std::string sum_parts(const Launch& l, const BwdCall& c, const StridedView& parts, const StridedView& to) {
+// Adds the parts of dk and dv, which stand in the places of gradients.
+std::string sum_parts(const Launch& l, const BwdCall& c) {
   const Problem& whole = c.whole.problem;
-  const float* const from = static_cast<const float*>(parts.ptr);
-  if (c.plan.q_splits > 1) return sum_heads(l, whole, whole.num_heads_k, c.plan.q_splits, from, to, c.p.stream);
-  return sum_heads(l, c.p.problem, 1, c.p.problem.num_heads_k, from, grouped(to, whole, whole.num_heads_k), c.p.stream);
+  const PartsOfGradients parts{static_cast<const float*>(c.p.dk.ptr), static_cast<const float*>(c.p.dv.ptr)};
+  if (c.plan.q_splits > 1) {
+    return sum_heads(l, whole, whole.num_heads_k, c.plan.q_splits, parts, c.whole.dk, c.whole.dv, c.p.stream);
+  }
+  const int heads = whole.num_heads_k;
+  return sum_heads(l, c.p.problem, 1, c.p.problem.num_heads_k, parts, grouped(c.whole.dk, whole, heads),
+                   grouped(c.whole.dv, whole, heads), c.p.stream);
 }
 
 std::string launch(const BwdCall& c, const Launch& l) {
@@ -91,8 +95,7 @@ std::string launch(const BwdCall& c, const Launch& l) {
     case KernelId::kBwdDqMod90: return launch_in({sm90::kBwdSplitModUpTo128, sm90::kBwdSplitModAbove128}, c, l);
     case KernelId::kDbias90: return launch_in({sm90::kDbias}, c, l);
     case KernelId::kAlignBias: return align_bias_rows(c.bias_rows, c.p.stream);
-    case KernelId::kSumDkSplits: return sum_parts(l, c, c.p.dk, c.whole.dk);
-    case KernelId::kSumDvSplits: return sum_parts(l, c, c.p.dv, c.whole.dv);
+    case KernelId::kSumDkSplits: return sum_parts(l, c);
     default: return name_of(l) + " is no kernel of a backward";
   }
 }

@@ -65,20 +65,20 @@ std::string align_bias_rows(const BiasRows& x, void* stream) {
   return launch("align_bias_rows", kernel, x.ctas(), BiasRows::kThreads, 0, stream, x, g);
 }
 
-std::string sum_heads(const Launch& l, const Problem& p, int heads, int num_parts, const float* parts,
-                      const StridedView& to, void* stream) {
-  const int columns = l.head_dim;
+std::string sum_heads(const Launch& l, const Problem& p, int heads, int num_parts, const PartsOfGradients& parts,
+                      const StridedView& dk, const StridedView& dv, void* stream) {
+  const auto gradient = [&](const float* from, const StridedView& to, int columns) {
+    const bool in_fours = columns % 4 == 0 && to.row_stride % 4 == 0 && to.batch_stride % 4 == 0 &&
+                          (heads == 1 || to.head_stride % 4 == 0) && reinterpret_cast<uintptr_t>(to.ptr) % 16 == 0;
+    return HeadSums::Gradient{from, to, columns, in_fours};
+  };
   HeadSums s;
-  s.parts = parts;
-  s.to = to;
+  s.dk = gradient(parts.dk, dk, p.head_dim);
+  s.dv = gradient(parts.dv, dv, p.head_dim_v);
   s.num_parts = num_parts;
   s.heads = heads;
-  s.columns = columns;
   s.rows = p.is_varlen() ? p.total_k : p.seqlen_k;
   s.all_rows = p.total_k * heads;
-  const auto at = reinterpret_cast<uintptr_t>(to.ptr);
-  s.in_fours = columns % 4 == 0 && to.row_stride % 4 == 0 && to.batch_stride % 4 == 0 &&
-               (heads == 1 || to.head_stride % 4 == 0) && at % 16 == 0;
   return dispatch_dtype(
       p.dtype, [&]<typename E>() { return launch_planned(l, sum_heads_kernel<E>, kHeadSumThreads, 0, stream, s); });
 }

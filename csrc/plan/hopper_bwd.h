@@ -198,12 +198,13 @@ inline bool is_bwd_mod_taken(const Problem& p, const Modifiers& m) {
 }
 
 // What bwd_bias/kernel.cuh computes: the gradient of a bias, element by element, of dense calls that hide keys by
-// intervals only and add nothing else.
+// intervals and a bit mask only and add nothing else.
 inline bool is_bias_gradient_taken(const Problem& p, const Modifiers& m, const BiasGradient& g) {
+  constexpr MaskSet kTaken = kSharedIntervals | kinds_where([](const MaskTraits& t) { return t.word_is_stored; });
   const bool is_elementwise = !g.is_slope && !g.sum_rows && !g.sum_cols;
   const bool is_whole = g.rows == p.seqlen_q && g.cols == p.seqlen_k;
   const bool is_alone = m.bias.row_stride != 0 && !m.by_distance && m.softcap == 0.f && m.rng == nullptr;
-  return !p.is_varlen() && is_elementwise && is_whole && is_alone && asks_only<kSharedIntervals>(m);
+  return !p.is_varlen() && is_elementwise && is_whole && is_alone && asks_only<kTaken>(m);
 }
 
 // What is left to the portable kernels: a softcap together with dropout or with anything that is added to scores; and a

@@ -81,13 +81,12 @@ inline Launch main_of(KernelId k, int d, int dv, int m, int n, int stages, int t
 }
 // The sums of gradients of keys and values that are made in so many parts a key head.
 inline void push_head_sums(const Problem& x, Plan& p, int parts) {
-  const auto add_sum = [&](KernelId k, Part& part, int columns) {
-    part = p.workspace.add(4 * parts * x.num_heads_k * x.total_k * int64_t{columns});
-    const int64_t threads = x.num_heads_k * x.total_k * ((columns + 3) / 4);
-    p.push(pass(k, columns, columns, (threads + kHeadSumThreads - 1) / kHeadSumThreads, kHeadSumThreads));
-  };
-  add_sum(KernelId::kSumDkSplits, p.workspace.dk_partials, x.head_dim);
-  add_sum(KernelId::kSumDvSplits, p.workspace.dv_partials, x.head_dim_v);
+  const int64_t rows = x.num_heads_k * x.total_k;
+  p.workspace.dk_partials = p.workspace.add(4 * parts * rows * x.head_dim);
+  p.workspace.dv_partials = p.workspace.add(4 * parts * rows * x.head_dim_v);
+  const int64_t threads = rows * ((x.head_dim + 3) / 4 + (x.head_dim_v + 3) / 4);
+  p.push(pass(KernelId::kSumDkSplits, x.head_dim, x.head_dim_v, (threads + kHeadSumThreads - 1) / kHeadSumThreads,
+              kHeadSumThreads, p.arch == Arch::kSm90));
 }
 
 inline void push_short(Plan& p, KernelId k, const ShortTile& t, int smem, const ShortGrid& g, bool pdl) {

@@ -62,6 +62,21 @@ def test_gradients_that_many_heads_share(target: Target) -> None:
     )
 
 
+@on_modifier_gpu_paths
+def test_gradients_of_a_shared_bias_beside_masks(target: Target) -> None:
+    """Masks of keys, of rows and of both; some rows and tiles see nothing. Alone and beside intervals."""
+    biases = ("bias_1hqk", "bias_b1qk_f32", "bias_11qk_odd")
+    hidden = ("padding", "padding_left", "mask_b1qk", "mask_bhqk_blocky", "mask_1hq1", "mask_11qk")
+    shapes = itertools.cycle(((5, 257, 257), (3, 150, 330), (7, 129, 128), (2, 300, 65)))
+    mcases = []
+    for index, (mask, bias) in enumerate(itertools.product(hidden, biases)):
+        common = {"dtype": ("bf16", "fp16")[index // 2 % 2], "causal": index % 3 == 0, "seed": index}
+        for head_dim in (32, 64, 128):
+            case = dense(*next(shapes), 4, 2, head_dim, deterministic=index % 2 == 1, **common)
+            mcases.append(ModifierCase(case, (bias, mask), ("mods",) if head_dim == 32 else ("qkv", "mods")))
+    for_each(mcases, target)
+
+
 @on_modifier_paths
 def test_any_strides(target: Target) -> None:
     """43 keys, rows off 16 bytes, slices of wider ones; transposed, expanded, every second."""

@@ -91,6 +91,17 @@ def test_the_gradient_of_a_table_by_distance(gpu: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("beside", "kernel"),
+    [*((words, "bwd_bias_sm90") for words in ("", "causal", "key_padding", "mask")),
+     ("documents", "bwd_bias_sm80"), ("dropout", "bwd_bias_sm80")],
+)  # fmt: skip
+def test_the_gradient_of_a_bias_that_batch_entries_share(beside: str, kernel: str) -> None:
+    plan = planned.plan(f"bwd batch=64 seqlen=256 bias_gradient {beside} {H200}")
+    (one,) = (one for one in plan["launches"] if one["kernel"].startswith("bwd_bias"))
+    assert one["kernel"].startswith(kernel)
+
+
+@pytest.mark.parametrize(
     ("call", "is_copied"),
     [
         ("fwd full_bias", False),

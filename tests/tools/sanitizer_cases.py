@@ -212,6 +212,7 @@ def sanitizer_modifier_cases() -> list[ModifierCase]:
         case = Case(batch=2, seqlen_q=131, seqlen_k=150, num_heads=2, num_heads_k=1, head_dim=head_dim)
         found.append(ModifierCase(case, ("bias_bhqk_odd", "padding")))
         found.append(ModifierCase(case, ("bias_1hqk_f32", "padding")))
+        found.append(ModifierCase(case, ("bias_1hqk", "mask_bhqk")))
         # Sums over rows beside dK, in parts for batch entries; a bias of rows, which leaves with lse.
         found.append(ModifierCase(case, ("bias_1h1k", "padding")))
         found.append(ModifierCase(case, ("bias_bhq1_f32", "padding")))

@@ -1,6 +1,6 @@
 // Gradient of a bias that differs from row to row, for the common calls: dense, hidden at most by intervals (causal,
-// window, chunk, first keys, ends of sequences). Everything else is the portable kernel's (sm80/bwd_bias/kernel.cuh),
-// whose idea this is: a CTA owns a tile of the result, or a part of it, and walks what the bias is broadcast over, in
+// window, chunk, first keys, ends of sequences) and a bit mask. Everything else is the portable kernel's
+// (sm80/bwd_bias/kernel.cuh), whose idea this is: a CTA owns a tile of the result, or a part of it, and walks what the bias is broadcast over, in
 // order, computing scores and dP once more:
 //
 //   dbias = sum of P * (dO V^T - delta)
@@ -204,6 +204,25 @@ __device__ __forceinline__ void hide_by_intervals(float (&s)[64], const ScoreMod
   }
 }
 
+// What a bit mask shows of a row of a tile, to one thread: bit 8 i + 2 j + c is key 32 i + 8 j + 2 (lane % 4) + c.
+__device__ __forceinline__ uint32_t load_seen_keys(const BitRows& mask, int b, int h, int row, int n) {
+  uint32_t seen = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t x = ScoreMod::word(mask, b, h, row, 4 * n + i) >> (2 * (ptx::fresh_lane() % 4)) & 0x03030303;
+    seen |= ((x | x >> 6 | x >> 12 | x >> 18) & 0xff) << 8 * i;
+  }
+  return seen;
+}
+
+// Weights of keys that a mask hides become 0.
+__device__ __forceinline__ void hide_by_mask(float (&s)[64], const uint32_t (&seen)[2]) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    if ((seen[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1) == 0) s[i] = 0.f;
+  }
+}
+
 // Stores a warp's 16 rows of the result where they are fp32 or do not begin on 16 bytes, from registers.
 template <typename E>
 __device__ __forceinline__ void store_bias_scalars(const BiasGradient& g, const BiasGradTile& tile,
@@ -278,20 +297,20 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, kBlock = T::kBlock;
   const Problem& p = a.p.problem;
-  const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4, warp_row = group * 64 + warp * 16;
+  const int warp = (threadIdx.x / 32) % 4, warp_row = group * 64 + warp * 16;
   const uint32_t place = smem + T::kBiasAt + warp_row * 128;
   const uint32_t own = smem + T::kBiasAt;
   const bool in_pieces = !T::kOwn && !a.g.is_float && a.g.cols % 8 == 0;
   const SeqInfo seq = dense_seq_info(p);
   const ScoreMod score_mod{p, a.m, seq, 0};
-  const auto arrive = [&](uint32_t bar) { ptx::mbarrier_arrive_for_warp(bar, lane == 0); };
+  const auto arrive = [&](uint32_t bar) { ptx::mbarrier_arrive_for_warp(bar, ptx::fresh_lane() == 0); };
   PipelineState<T::kPairs> ring;
   [[maybe_unused]] uint32_t bias_phase = 0;
 #pragma unroll 1
   for (int64_t index = blockIdx.x; index < a.tiles; index += gridDim.x) {
     const BiasGradTile tile(a, index);
     const SeenOfTile seen = SeenOfTile::of<kBlock>(score_mod, tile.m, tile.n);
-    const int row0 = tile.m * kBlock + warp_row, row = row0 + lane / 4;
+    const int row0 = tile.m * kBlock + warp_row;
     float sum[64];
     clear(sum);
     if (!seen.any) {
@@ -304,8 +323,8 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
     }
     if constexpr (T::kOwn) {
       const BiasView& bias = a.m.bias;
-      T::Own::template load<E>(own, ptx::fresh_thread_idx() - 128, bias, tile.b, tile.h, row,
-                               tile.n * kBlock + 2 * (lane % 4), min(bias.rows, p.seqlen_q),
+      T::Own::template load<E>(own, ptx::fresh_thread_idx() - 128, bias, tile.b, tile.h, row0 + ptx::fresh_lane() / 4,
+                               tile.n * kBlock + 2 * (ptx::fresh_lane() % 4), min(bias.rows, p.seqlen_q),
                                min(bias.cols, p.seqlen_k));
     } else {
       wait(bars.bias_full(), bias_phase);
@@ -314,6 +333,7 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
 #pragma unroll 1
     for (int step = tile.part; step < tile.steps; step += a.g.splits) {
       const int b = tile.b + step / tile.heads, h = tile.h + step % tile.heads;
+      const int row = row0 + ptx::fresh_lane() / 4;
       const float2* stats = reinterpret_cast<const float2*>(a.p.row_stats) +
                             (static_cast<int64_t>(b) * p.num_heads + h) * p.seqlen_q + row;
       float minus_lse[2], minus_delta[2];
@@ -339,6 +359,11 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
       ptx::warpgroup_fence_operand(sum);
       issue(s);
       issue(dp);
+      uint32_t seen_keys[2] = {~0u, ~0u};
+      if (a.m.mask.words != nullptr) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) seen_keys[half] = load_seen_keys(a.m.mask, b, h, row + 8 * half, tile.n);
+      }
       ptx::wgmma_wait<1>();
       ptx::warpgroup_fence_operand(s);
       arrive(bars.pair_empty(stage));
@@ -347,7 +372,8 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
       } else {
         form_bias_weights<T>(s, place, minus_lse, a.unit);
       }
-      if (!seen.all) hide_by_intervals(s, score_mod, row, tile.n * kBlock + 2 * (lane % 4));
+      if ((seen_keys[0] & seen_keys[1]) != ~0u) hide_by_mask(s, seen_keys);
+      if (!seen.all) hide_by_intervals(s, score_mod, row, tile.n * kBlock + 2 * (ptx::fresh_lane() % 4));
 #pragma unroll
       for (int i = 0; i < 64; ++i) sum[i] = fmaf(s[i], minus_delta[i / 2 % 2], sum[i]);
       ptx::warpgroup_fence_operand(s);

@@ -45,6 +45,7 @@ from ._count import counting, tally
 from ._cpu.behind import Ends
 from ._cpu.cached import BYTES
 from ._latents import flash_mla_with_kvcache, get_mla_metadata
+from ._left_padding import Padding
 from ._log import logged
 from ._masks.biases import ALiBi
 from ._masks.token_tree import TokenTree
@@ -229,6 +230,9 @@ def flash_attn_with_kvcache(
         cache_batch_idx: (batch,) int32, the entry of each sequence, without ``page_table``. A sequence whose
             entry is not there has no keys. Several may read one entry, but with k one of them only may have
             it: others are refused on the CPU. On a GPU the first in the batch has it, the others no keys.
+        cache_leftpad: (batch,) int32, how many keys at the start of each sequence are padding, which is never
+            read. ``cache_seqlens`` and positions of rotary factors count it. It costs a table of a number for
+            each key that there is room for.
         page_table: (batch, max_pages) int32. Two new keys must not have one slot. That is refused on the CPU;
             on a GPU one of them is there afterwards, and which is not defined.
         max_seqlen_q: bound on the lengths of ``cu_seqlens_q``, by which kernels are chosen.
@@ -237,7 +241,7 @@ def flash_attn_with_kvcache(
         out: in the dtype of q, written by a copy and returned.
         mask: as :func:`flash_ext.attention_varlen` takes it over a cache; ``Documents`` has ids (batch,
             seqlen_q) where q is dense. A ``TokenTree`` takes the place of causal, and has no rotary factors,
-            which turn tokens by their order and not by their depth.
+            which turn tokens by their order and not by their depth. No other goes with ``cache_leftpad``.
         alibi_slopes: (h,) or (batch, h), the slopes of :class:`flash_ext.masks.ALiBi`.
         q_descale, k_descale, v_descale, num_splits, others: as the module says.
 
@@ -251,14 +255,13 @@ def flash_attn_with_kvcache(
     _note()
     _refuse_unknown(others)
     if (
-        qv is not None or cache_leftpad is not None or cu_seqlens_k_new is not None or attention_chunk
-        or rotary_seqlens is not None or only_qv or score_mod is not None or aux_tensors is not None
-        or sm_margin
+        qv is not None or cu_seqlens_k_new is not None or attention_chunk or rotary_seqlens is not None
+        or only_qv or score_mod is not None or aux_tensors is not None or sm_margin
     ):  # fmt: skip
         _refuse(
-            qv=qv, cache_leftpad=cache_leftpad, cu_seqlens_k_new=cu_seqlens_k_new,
-            rotary_seqlens=rotary_seqlens, attention_chunk=attention_chunk or None, only_qv=only_qv or None,
-            score_mod=score_mod, aux_tensors=aux_tensors, sm_margin=sm_margin or None,
+            qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens,
+            attention_chunk=attention_chunk or None, only_qv=only_qv or None, score_mod=score_mod,
+            aux_tensors=aux_tensors, sm_margin=sm_margin or None,
         )  # fmt: skip
     if page_table is not None and cache_batch_idx is not None:
         raise ValueError("page_table and cache_batch_idx must not be given together.")
@@ -284,6 +287,10 @@ def flash_attn_with_kvcache(
         _check_numbers("cache_batch_idx", cache_batch_idx, batch, q)
         entries = cache_batch_idx.int()
         table = entries[:, None]
+    padding = None
+    if cache_leftpad is not None:
+        _check_numbers("cache_leftpad", cache_leftpad, batch, q)
+        padding = Padding.of(cache_leftpad, table, k_cache, v_cache, mask)
     lengths = cache_seqlens
     if isinstance(lengths, Tensor):
         _check_numbers("cache_seqlens", lengths, batch, q)
@@ -291,8 +298,8 @@ def flash_attn_with_kvcache(
             lengths = lengths.int()
     elif isinstance(lengths, int):
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
-    elif lengths is None and table is not None:
-        room = table.shape[1] * k_cache.shape[1]
+    elif lengths is None and (table is not None or padding is not None):
+        room = k_cache.shape[1] * (1 if table is None else table.shape[1])
         lengths = torch.full((batch,), room, dtype=torch.int32, device=q.device)
     if appends:
         if k is None or v is None or not isinstance(lengths, Tensor) or cache_seqlens is None:
@@ -322,6 +329,10 @@ def flash_attn_with_kvcache(
     elif entries is not None and isinstance(lengths, Tensor):
         exists = (entries >= 0) & (entries < k_cache.shape[0])
         lengths = lengths.where(exists, 0)  # not the keys of another sequence
+    if padding is not None:
+        assert isinstance(lengths, Tensor)
+        k_cache, v_cache = padding.keys
+        table, lengths = padding.behind(q, cu_seqlens_q, lengths, table)
     found, lse = run_cached(
         q, k_cache, v_cache, cu_seqlens_q, None, lengths, table, max_seqlen_q, None, softmax_scale,
         causal, window, _backend(num_splits, q, scheduler_metadata), return_softmax_lse, alibi_slopes,
@@ -362,7 +373,7 @@ def get_scheduler_metadata(
         NotImplementedError: an argument that is not served.
     """
     _refuse_unknown(others)
-    _refuse(cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad, sm_margin=sm_margin or None)
+    _refuse(cu_seqlens_k_new=cu_seqlens_k_new, sm_margin=sm_margin or None)
     return torch.zeros(1 + -(-batch_size // 4) * 16, dtype=torch.int32, device=cache_seqlens.device)
 
 

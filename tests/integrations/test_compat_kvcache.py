@@ -224,6 +224,54 @@ def test_alibi_over_pages_is_that_of_entries(shape: tuple, causal: bool, device:
 
 
 @on_each_device
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 3.0}, {"slopes": True, "causal": True}, {"window": (9, 0)}], ids=str
+)
+def test_padding_is_never_read(options: dict, rotates: bool, gaps: bool, device: str) -> None:
+    """NaN in it, on every road and beside new keys; pages with the same keys give the same."""
+    q, k, v = draw(device, (3, 2, 4, 16), *((3, 2, 2, 16),) * 2)
+    entries = [
+        cache[:, : 48 if gaps else None] for cache in draw(device, *((3, 56 if gaps else 48, 2, 16),) * 2)
+    ]
+    lengths, pads = [41, 7, 20], [30, 0, 21]
+    for cache in entries:
+        for b, n in enumerate(pads):
+            cache[b, : min(n, lengths[b])] = torch.nan
+    order = torch.randperm(9, device=device)
+    pages = [torch.empty(9, 16, 2, 16, dtype=q.dtype, device=device) for _ in entries]
+    for pool, cache in zip(pages, entries):
+        pool[order] = cache.reshape(9, 16, 2, 16)
+    options = dict(options)
+    if "slopes" in options:
+        options["slopes"] = torch.rand(1, 4, device=device) + 0.1
+    names = {"slopes": "alibi_slopes", "window": "window_size"}
+    call = {names.get(name, name): value for name, value in options.items()} | {"return_softmax_lse": True}
+    if rotates:
+        angles = torch.rand(48, 8, device=device) * 6.28
+        call |= {"rotary_cos": angles.cos().to(q.dtype), "rotary_sin": angles.sin().to(q.dtype)}
+    if "slopes" in options:
+        call["alibi_slopes"] = options["slopes"][0]
+    ints = {"dtype": torch.int32, "device": device}
+    call |= {"cache_seqlens": torch.tensor(lengths, **ints), "cache_leftpad": torch.tensor(pads, **ints)}
+    out, lse = fa.flash_attn_with_kvcache(q, *entries, k, v, **call)
+    paged = fa.flash_attn_with_kvcache(q, *pages, k, v, block_table=order.view(3, 3).int(), **call)
+    close(paged[0], out)
+    close(paged[1], lse)
+    for i, (start, pad) in enumerate(zip(lengths, pads)):
+        own = q[i]
+        if rotates:
+            turns_each = options.get("causal") or "window" in options
+            at = torch.arange(start, start + 2, device=device) if turns_each else torch.tensor([start] * 2)
+            own = turned(own, at.to(device), call["rotary_cos"], call["rotary_sin"], True)
+        keys, values = (cache[i, None, pad : start + 2] for cache in entries)
+        truth, truth_lse, _ = by_definition(own[None], keys, values, **options)
+        close(out[i], truth[0])
+        close(lse[i], truth_lse[0])
+
+
+@on_each_device
 @pytest.mark.parametrize(
     "options", [{"softcap": 3.0}, {"alibi_slopes": True}, {"softcap": 3.0, "causal": True}]
 )

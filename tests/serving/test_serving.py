@@ -146,9 +146,8 @@ def test_what_is_not_served_is_refused_by_name() -> None:
             )
     q = q[None]
     refused = {
-        "qv": q, "cache_leftpad": one, "cu_seqlens_k_new": one, "rotary_seqlens": one, "attention_chunk": 4,
-        "only_qv": True, "score_mod": print, "aux_tensors": [one],
-        "sm_margin": 8,
+        "qv": q, "cu_seqlens_k_new": one, "rotary_seqlens": one, "attention_chunk": 4, "only_qv": True,
+        "score_mod": print, "aux_tensors": [one], "sm_margin": 8,
     }  # fmt: skip
     for name, value in refused.items():
         with pytest.raises(NotImplementedError, match=f"^{name} is not served over a cache"):
@@ -184,7 +183,9 @@ def test_arguments_of_other_versions_are_taken_at_their_defaults_alone() -> None
         for value in (0, 1, 0.5, torch.ones(2)):
             with pytest.raises(NotImplementedError, match="^something_new is not known here, got "):
                 function(**call, something_new=value)
-    for name, value in {"sm_margin": 4, "cache_leftpad": cache.lengths}.items():
+    padded = serving.get_scheduler_metadata(**plan, cache_leftpad=cache.lengths)
+    assert torch.equal(padded, serving.get_scheduler_metadata(**plan))
+    for name, value in {"sm_margin": 4, "cu_seqlens_k_new": bounds}.items():
         with pytest.raises(NotImplementedError, match=f"^{name} is not served over a cache"):
             serving.get_scheduler_metadata(**plan, **{name: value})
 

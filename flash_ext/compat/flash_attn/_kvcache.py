@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ... import AuxRequest, attention, masks, serving
+from ... import serving
 from ..._count import counting, tally
 from ..._log import logged
 from ..._owners import with_one_owner
@@ -53,17 +53,16 @@ def flash_attn_with_kvcache(
         cache_seqlens: int or (batch,) int32, how many keys each sequence has before the append; None is
             all of the cache, and then nothing can be appended.
         cache_batch_idx: (batch,) int32, which entry of the cache a sequence has; None is its own index. A
-            sequence whose entry is not there has no keys. With softcap, alibi_slopes or gaps between entries
-            of the cache they are copied for the call. Several sequences may read one entry, but with k one of
-            them only may have it: on the CPU that is refused, on a GPU, where the host does not see the
-            values, the first of them in the batch has the entry, and the others have none.
-        cache_leftpad: (batch,) int32, how many keys at the start are padding.
-        block_table: (batch, max_pages) int32, the pages of each sequence; with it neither cache_batch_idx
-            nor cache_leftpad. Pages have any size.
+            sequence whose entry is not there has no keys. Several sequences may read one entry, but with k
+            one of them only may have it: on the CPU that is refused, on a GPU, where the host does not see
+            the values, the first of them in the batch has the entry, and the others have none.
+        cache_leftpad: (batch,) int32, how many keys at the start are padding, which is never read. Lengths
+            and positions count it.
+        block_table: (batch, max_pages) int32, the pages of each sequence; with it no cache_batch_idx. Pages
+            have any size.
         softmax_scale, causal, window_size, softcap: as in :func:`flash_attn_func`.
         rotary_interleaved: pairs are neighbouring features; otherwise the halves of the rotated ones.
-        alibi_slopes: (nheads,) or (batch, nheads); without block_table they cost a bias of batch * nheads *
-            seqlen_q * seqlen_cache numbers.
+        alibi_slopes: (nheads,) or (batch, nheads).
         num_splits: 0 or 1; into how many parts keys are split is chosen from the shapes.
         return_softmax_lse: also return the lse.
 
@@ -129,22 +128,13 @@ def flash_attn_with_kvcache(
         runs_of_rows = entries, starts, lengths
         out, lse = _attend_to_runs(q, k_cache, v_cache, *runs_of_rows, softmax_scale, causal, window_size)
         return (out, lse) if return_softmax_lse else out
-    keys, values = k_cache[:batch], v_cache[:batch]
-    if cache_batch_idx is not None:
-        keys, values = k_cache[entries], v_cache[entries]
-
-    centre = lengths[:, None] - seqlen_q + torch.arange(seqlen_q, device=q.device)  # (batch, seqlen_q)
-    hidden = _hidden_keys(centre, lengths, keys.shape[1], causal, window_size, leftpad)
-    bias = None if alibi_slopes is None else _alibi(alibi_slopes, centre, keys.shape[1])
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    out, aux = attention(
-        q, keys, values, scale=softmax_scale, softcap=softcap, mask=masks.HiddenKeys(hidden), bias=bias,
-        return_aux=AuxRequest(lse=return_softmax_lse),
+    return serving.flash_attn_with_kvcache(
+        q if q.stride(-1) == 1 else q.contiguous(), k_cache, v_cache, cache_seqlens=lengths,
+        cache_batch_idx=None if cache_batch_idx is None else entries,
+        cache_leftpad=None if leftpad is None else leftpad.clamp(0, size), softmax_scale=softmax_scale,
+        causal=causal, window_size=window_size, softcap=softcap, return_softmax_lse=return_softmax_lse,
+        alibi_slopes=alibi_slopes,
     )  # fmt: skip
-    if not return_softmax_lse:
-        return out
-    assert aux.lse is not None
-    return out, aux.lse
 
 
 def _check(
@@ -270,30 +260,3 @@ def _lengths(cache_seqlens: int | Tensor | None, batch: int, k_cache: Tensor) ->
         return cache_seqlens.long().expand(batch)
     length = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
     return torch.full((batch,), length, device=k_cache.device)
-
-
-def _hidden_keys(
-    centre: Tensor,
-    lengths: Tensor,
-    seqlen_cache: int,
-    causal: bool,
-    window_size: tuple[int, int],
-    leftpad: Tensor | None,
-) -> Tensor:
-    """(batch, 1, seqlen_q, 4) int32: the intervals before and after the keys that each row sees."""
-    left, right = window_size
-    right = 0 if causal else right
-    end = lengths[:, None].expand_as(centre)
-    if right >= 0:
-        end = torch.minimum(end, centre + right + 1)
-    start = torch.zeros_like(centre) if left < 0 else centre - left
-    if leftpad is not None:
-        start = torch.maximum(start, leftpad[:, None])
-    bounds = (torch.zeros_like(centre), start, end, torch.full_like(centre, seqlen_cache))
-    return torch.stack(bounds, dim=-1).clamp(0, seqlen_cache).to(torch.int32)[:, None]
-
-
-def _alibi(slopes: Tensor, centre: Tensor, seqlen_cache: int) -> Tensor:
-    """(batch, nheads, seqlen_q, seqlen_cache) float32; kernels measure from the end of the whole cache."""
-    distance = (centre[:, None, :, None] - torch.arange(seqlen_cache, device=centre.device)).abs()
-    return -slopes.float()[..., None, None] * distance

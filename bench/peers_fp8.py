@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,6 +56,41 @@ class Fp8Peer(Entrant):
         return ""
 
 
+Forward = Callable[..., Callable[..., torch.Tensor]]
+
+
+def fa3_of_vllm(library: str = "") -> Forward:
+    """The forward of FlashAttention-3 in vLLM, by the names of its arguments.
+
+    That build has packed queries only. It gives a call that takes the arguments left and returns out.
+
+    Args:
+        library: shared library that registers ``torch.ops._vllm_fa3_C``; empty to use an installed vLLM.
+    """
+    if library:
+        torch.ops.load_library(library)
+    else:
+        import vllm.vllm_flash_attn  # noqa: F401 - importing it registers the ops
+    forward = torch.ops._vllm_fa3_C.fwd.default
+    # None of them has a default, and versions differ in what they have.
+    names = [argument.name for argument in forward._schema.arguments]
+    plain = {
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "softcap": 0.0,
+        "is_rotary_interleaved": False,
+        "sm_margin": 0,
+        "cp_world_size": 1,
+        "cp_rank": 0,
+    }
+
+    def bind(**given: Any) -> Callable[..., torch.Tensor]:
+        arguments = {name: (plain | given).get(name) for name in names}
+        return lambda **left: forward(*(arguments | left).values())[0]
+
+    return bind
+
+
 class Fa3Fp8(Fp8Peer):
     """FlashAttention-3 as vLLM builds it, called raw, with a factor for each key head. It returns bf16.
 
@@ -67,13 +103,7 @@ class Fa3Fp8(Fp8Peer):
     name = "fa3-fp8"
 
     def __init__(self, library: str = "") -> None:
-        if library:
-            torch.ops.load_library(library)
-        else:
-            import vllm.vllm_flash_attn  # noqa: F401 - importing it registers the ops
-        self._forward = torch.ops._vllm_fa3_C.fwd.default
-        # None of them has a default, and versions differ in what they have.
-        self._names = [argument.name for argument in self._forward._schema.arguments]
+        self._forward = fa3_of_vllm(library)
 
     def prepare(self, inputs: Inputs, direction: str) -> Call:
         case = inputs.case
@@ -95,19 +125,11 @@ class Fa3Fp8(Fp8Peer):
             "v_descale": v_descale,
             "softmax_scale": case.head_dim**-0.5,
             "is_causal": case.causal,
-            "window_size_left": -1,
-            "window_size_right": -1,
-            "softcap": 0.0,
-            "is_rotary_interleaved": False,
             # 0 lets it choose how to split the keys, which only pays where there are few queries.
             "num_splits": 0 if case.seqlen_q <= 16 else 1,
-            "sm_margin": 0,
-            "cp_world_size": 1,
-            "cp_rank": 0,
         }
-        arguments = [given.get(name) for name in self._names]
-        shape = inputs.dout.shape
-        return lambda: self._forward(*arguments)[0].view(shape)
+        call, shape = self._forward(**given), inputs.dout.shape
+        return lambda: call().view(shape)
 
 
 class CudnnFp8(Fp8Peer):

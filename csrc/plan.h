@@ -105,8 +105,7 @@ enum class KernelId : uint8_t {
   kBwdDqMod90,
   kDbias90,
   // passes
-  kSumDkSplits,
-  kSumDvSplits,
+  kSumParts,
   // Hopper
   kFwdCached90,
   kFwdPacked90,

@@ -95,7 +95,7 @@ std::string launch(const BwdCall& c, const Launch& l) {
     case KernelId::kBwdDqMod90: return launch_in({sm90::kBwdSplitModUpTo128, sm90::kBwdSplitModAbove128}, c, l);
     case KernelId::kDbias90: return launch_in({sm90::kDbias}, c, l);
     case KernelId::kAlignBias: return align_bias_rows(c.bias_rows, c.p.stream);
-    case KernelId::kSumDkSplits: return sum_parts(l, c);
+    case KernelId::kSumParts: return sum_parts(l, c);
     default: return name_of(l) + " is no kernel of a backward";
   }
 }

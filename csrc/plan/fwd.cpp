@@ -1,7 +1,7 @@
 // The tables of the forwards.
-#include "../kv_splits.h"
 #include "../sm90/fwd_fp8/tiles.h"
 #include "cached.h"
+#include "split_kv.h"
 
 namespace flash_ext::plans {
 namespace {
@@ -24,9 +24,17 @@ bool supports_short(Req r, Dev d) {
 bool prefers_short(Req r, Dev d) { return is_short(r.problem, d, r.constraints); }
 bool supports_m64(Req r, Dev) { return tma_fwd(r) && hopper_dims(r.problem).d == 64; }
 bool prefers_m64(Req r, Dev d) { return sm90::prefers_m64(r.problem, d, r.constraints); }
-bool prefers_short_on_hopper(Req r, Dev d) { return prefers_short(r, d) && !(supports_m64(r, d) && prefers_m64(r, d)); }
+bool takes_m64(Req r, Dev d) { return supports_m64(r, d) && prefers_m64(r, d); }
+// Sequences that fit a tile of 128 queries and keys are the faster in one of 192. Evidence: grid.
+bool is_of_one_tile(const Problem& p) { return !p.is_varlen() && std::max(p.seqlen_q, p.seqlen_k) <= 128; }
+bool prefers_short_on_hopper(Req r, Dev d) {
+  const int size = hopper_dims(r.problem).d;
+  const bool is_tall = size > 64 && size <= 128 && std::max(r.problem.seqlen_q, r.problem.seqlen_k) > 32;
+  return prefers_short(r, d) && !takes_m64(r, d) && !(is_tall && tma_fwd(r));
+}
 bool supports_m128(Req r, Dev) { return tma_fwd(r) && hopper_dims(r.problem).d <= 128; }
 bool prefers_m128(Req r, Dev d) {
+  if (!r.constraints.fwd_block_m && hopper_dims(r.problem).d > 64 && is_of_one_tile(r.problem)) return false;
   return sm90::takes_m128(r.problem, d, r.constraints, sm90::M128Cost::plain(r.problem));
 }
 bool supports_m192(Req r, Dev) {
@@ -36,9 +44,12 @@ bool supports_m192(Req r, Dev) {
 bool supports_tma(Req r, Dev) { return tma_fwd(r); }
 
 bool prefers_split_kv(Req r, Dev d) { return make_split_grid(r.problem, d, r.constraints.kv_splits).rows > 0; }
-// What it gains is counted beside tiles of 192 queries, which are slower there than those of 128.
+// What it gains is counted beside tiles of 192 queries, which are slower there than those of 128. Tiles of 64 are as fast
+// where they have all keys.
 bool prefers_split_kv_on_hopper(Req r, Dev d) {
-  const SplitGrid g = make_split_grid(r.problem, d, r.constraints.kv_splits);
+  const Problem& p = r.problem;
+  const SplitGrid g = make_split_grid(p, d, r.constraints.kv_splits);
+  if (!r.constraints.kv_splits && p.num_heads == p.num_heads_k && p.seqlen_k <= 64 && takes_m64(r, d)) return false;
   return g.rows > 0 && (g.gain >= 1.25 || !(supports_m128(r, d) && prefers_m128(r, d)));
 }
 
@@ -103,7 +114,9 @@ void build_hopper(Req r, Dev d, Plan& p) {
 bool supports_parts(Req r, Dev d) {
   return supports_m128(r, d) && sm90::parts_of_tiles(r.problem, d, r.constraints) > 1;
 }
-bool prefers_parts(Req r, Dev) { return !r.constraints.kv_splits && !r.constraints.fwd_block_m; }
+bool prefers_parts(Req r, Dev d) {
+  return !r.constraints.kv_splits && !r.constraints.fwd_block_m && !takes_m64(r, d);
+}
 
 void build_parts(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;
@@ -304,10 +317,10 @@ using F = Family;
 using E = Evidence;
 
 constexpr Row kHopper[] = {
-    {F::kFwd, "sm80.fwd.short", supports_short, prefers_short_on_hopper, build_short, E::kShort},
     {F::kFwd, "sm90.fwd.parts", supports_parts, prefers_parts, build_parts, E::kFwdParts},
     {F::kFwd, "sm90.fwd.packed", supports_packed_dense, prefers_packed, build_packed_dense, E::kSplitKv},
     {F::kFwd, "sm80.fwd.split_kv", prefers_split_kv, prefers_split_kv_on_hopper, build_split_kv, E::kSplitKv},
+    {F::kFwd, "sm80.fwd.short", supports_short, prefers_short_on_hopper, build_short, E::kShort},
     {F::kFwd, "sm90.fwd.m64", supports_m64, prefers_m64, build_hopper<64>, E::kM64},
     {F::kFwd, "sm90.fwd.m128", supports_m128, prefers_m128, build_hopper<128>, E::kGrid},
     {F::kFwd, "sm90.fwd.m192", supports_m192, nullptr, build_hopper<192>, E::kM192},
@@ -325,8 +338,8 @@ constexpr Row kHopper[] = {
 
     {F::kFwdFp8, "sm90.fwd_fp8", supports_fp8, nullptr, build_fp8, E::kNone},
 
-    {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
     {F::kFwdMod, "sm80.fwd_mod.split_kv", supports_split_mod, prefers_split_mod, build_split_kv, E::kSplitKv},
+    {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
     {F::kFwdMod, "sm90.fwd_mod.m192.slopes", supports_slopes_m192, prefers_slopes_m192, build_hopper_mod<true, kSlopes>,
      E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.cap", supports_cap_m192, prefers_cap_m192, build_hopper_mod<true, kCap>,

@@ -1,8 +1,8 @@
 // The tables of the forwards over a cache.
 #include "cached.h"
+#include "split_kv.h"
 
 #include "../dense_cache.h"
-#include "../kv_splits.h"
 #include "../sm90/fwd_cached/tiles.h"
 #include "../sm90/fwd_latent/tiles.h"
 
@@ -84,7 +84,7 @@ enum class Wide { kPortable, kPacked };
 bool may_differ(Req r) { return r.problem.batch > 1 && r.cache->seqused_k != nullptr; }
 
 KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wide) {
-  constexpr int kKeysOfPart = 512, kLeastKeys = 256, kLeastBytesOfWaves = 4096;
+  constexpr int kKeysOfPart = 512, kLeastKeys = 128, kLeastBytesOfWaves = 4096;
   const Problem& x = r.problem;
   const int64_t keys = keys_of_parts(r, rows / (x.num_heads / x.num_heads_k));
   KvCacheGrid c;

@@ -207,9 +207,10 @@ inline bool takes_m128(const Problem& p, const DeviceInfo& d, const Constraints&
   return c.fwd_block_m ? *c.fwd_block_m == 128 : !d.batch_invariant && prefers_m128(p, d, cost);
 }
 
-// Whether short sequences take tiles of 64 queries, of which three are under way on a multiprocessor: where there are enough
-// of them, and few tiles of keys. The kernels for short sequences are faster up to 32 queries and keys, and of head_dim 32,
-// whose columns are half of what tiles have, where 65 to 80 would be two tiles. Evidence: m64.
+// Whether short sequences take tiles of 64 queries, of which three are under way on a multiprocessor: where all tiles go at
+// once, or where there are many, and few tiles of keys. The kernels for short sequences are faster for many sequences of up
+// to 32 queries and keys, and for very many of head_dim 32, whose columns are half of what tiles have, where 65 to 80 would
+// be two tiles. Evidence: m64.
 inline bool prefers_m64(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   if (c.fwd_block_m || d.batch_invariant || p.batch <= 0) return false;
   const bool causal = p.window_left < 0 && p.window_right == 0;
@@ -217,8 +218,9 @@ inline bool prefers_m64(const Problem& p, const DeviceInfo& d, const Constraints
   if (p.is_varlen()) return std::max(p.total_q, p.total_k) <= most * p.batch;
   const int64_t tiles = (int64_t{p.seqlen_q} + 63) / 64 * p.num_heads * p.batch;
   const int longer = std::max(p.seqlen_q, p.seqlen_k), head_dim = std::max(p.head_dim, p.head_dim_v);
-  if (!c.short_kernels || longer <= 32 || tiles < 2 * d.num_sms) return false;
-  if (head_dim <= 32 && !causal && p.seqlen_q > 64 && longer <= 80) return p.seqlen_k <= 64;
+  if (tiles <= 3 * d.num_sms && longer <= 512) return longer > 16;
+  if (!c.short_kernels || longer <= 32) return false;
+  if (head_dim <= 32 && !causal && p.seqlen_q > 64 && longer <= 80) return p.seqlen_k <= 64 || tiles <= 64 * d.num_sms;
   return longer <= most || p.seqlen_k <= 64 || (!causal && p.seqlen_k <= 256 && p.seqlen_q <= 1024);
 }
 

@@ -117,8 +117,7 @@ const char* stem_of(KernelId k) {
     case KernelId::kBwdDkdvMod90: return "bwd_mod_sm90";
     case KernelId::kBwdDqMod90: return "bwd_q_mod_sm90";
     case KernelId::kDbias90: return "bwd_bias_sm90";
-    case KernelId::kSumDkSplits: return "sum_dk";
-    case KernelId::kSumDvSplits: return "sum_dv";
+    case KernelId::kSumParts: return "sum_parts";
     case KernelId::kFwdCached90: return "fwd_cached_sm90";
     case KernelId::kFwdPacked90: return "fwd_packed_sm90";
     case KernelId::kFwdPackedQuantized90: return "fwd_packed_quantized_sm90";

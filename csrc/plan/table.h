@@ -85,7 +85,7 @@ inline void push_head_sums(const Problem& x, Plan& p, int parts) {
   p.workspace.dk_partials = p.workspace.add(4 * parts * rows * x.head_dim);
   p.workspace.dv_partials = p.workspace.add(4 * parts * rows * x.head_dim_v);
   const int64_t threads = rows * ((x.head_dim + 3) / 4 + (x.head_dim_v + 3) / 4);
-  p.push(pass(KernelId::kSumDkSplits, x.head_dim, x.head_dim_v, (threads + kHeadSumThreads - 1) / kHeadSumThreads,
+  p.push(pass(KernelId::kSumParts, x.head_dim, x.head_dim_v, (threads + kHeadSumThreads - 1) / kHeadSumThreads,
               kHeadSumThreads, p.arch == Arch::kSm90));
 }
 

@@ -35,7 +35,7 @@ INCLUDES = [
     ("kv_cache.h", ("divisor.h",)),
     ("dense_cache.h", ("kv_cache.h", "params.h")),
     ("append_kv.h", ("divisor.h", "kv_cache.h", "params.h")),
-    ("kv_splits.h", ("divisor.h", "heuristics.h", "paths.h")),
+    ("kv_splits.h", ("divisor.h",)),
     ("short_tiles.h", ("divisor.h", "heuristics.h", "modifiers.h", "paths.h")),
     (r"plan\.h", ("fp8.h", "params.h", "modifiers.h", "paths.h", "short_tiles.h", "kv_cache.h", "kv_splits.h",
                   "sm90/bwd/tiles.h")),

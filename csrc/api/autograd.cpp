@@ -22,7 +22,7 @@ using torch::autograd::variable_list;
 
 // ---- autograd -----------------------------------------------------------------------------------
 
-// The numbers of a call that its backward needs; tensors are saved apart.
+// What a call's backward needs beside q, k, v, out and lse.
 constexpr std::tuple kKept =
     std::tuple_cat(fields::kProblem, std::tuple{Field{"deterministic", &CallArgs::deterministic}});
 constexpr std::tuple kKeptMod = std::tuple_cat(kKept, fields::kModifiers);
@@ -36,41 +36,47 @@ bool is_default(const T& value, const T& otherwise) {
   }
 }
 
-// Those that are not the defaults.
+// Tensors, and the numbers that are not the defaults. Masks are kept in the form that was given: what their tensors hold later
+// changes no gradient once they are condensed.
 template <const auto& kFields>
-void keep_numbers(AutogradContext* ctx, const CallArgs& a) {
+void keep(AutogradContext* ctx, variable_list tensors, const CallArgs& a) {
+  for_each_tensor<kFields>([&](const auto member) { tensors.push_back((a.*member).value_or(Tensor())); });
+  ctx->save_for_backward(std::move(tensors));
   static const CallArgs defaults;
   auto& saved = ctx->saved_data;
-  const auto keep = [&](const auto& field) {
+  for_each_number<kFields>([&](const auto& field) {
     const auto& value = a.*field.member;
-    if constexpr (!std::is_same_v<std::remove_cvref_t<decltype(value)>, OptionalTensor>) {
-      if (!is_default(value, defaults.*field.member)) saved[std::string(field.name)] = value;
-    }
-  };
-  std::apply([&](const auto&... field) { (keep(field), ...); }, kFields);
+    if (!is_default(value, defaults.*field.member)) saved[std::string(field.name)] = value;
+  });
   if (a.backend.has_value()) saved["backend"] = std::string(*a.backend);
 }
 
+// A call's arguments as keep() has left them, with the tensors in front of its own.
+struct Kept {
+  variable_list tensors;
+  CallArgs args;
+  std::string backend;  // which args name
+};
+
 template <const auto& kFields>
-void restore_numbers(AutogradContext* ctx, CallArgs& a, std::string& backend) {
+void restore(AutogradContext* ctx, Kept& kept) {
+  constexpr size_t kInFront = 5;  // q, k, v, out, lse
+  kept.tensors = ctx->get_saved_variables();
+  CallArgs& a = kept.args;
+  size_t at = kInFront;
+  for_each_tensor<kFields>([&](const auto member) { a.*member = optional(kept.tensors[at++]); });
   auto& saved = ctx->saved_data;
   if (saved.empty()) return;
-  const auto restore = [&](const auto& field) {
+  for_each_number<kFields>([&](const auto& field) {
     auto& value = a.*field.member;
-    using T = std::remove_cvref_t<decltype(value)>;
-    if constexpr (!std::is_same_v<T, OptionalTensor>) {
-      const auto found = saved.find(std::string(field.name));
-      if (found != saved.end()) value = found->second.template to<T>();
-    }
-  };
-  std::apply([&](const auto&... field) { (restore(field), ...); }, kFields);
+    const auto found = saved.find(std::string(field.name));
+    if (found != saved.end()) value = found->second.template to<std::remove_cvref_t<decltype(value)>>();
+  });
   const auto found = saved.find("backend");
   if (found == saved.end()) return;
-  backend = found->second.toStringRef();
-  a.backend = backend;
+  kept.backend = found->second.toStringRef();
+  a.backend = kept.backend;
 }
-
-OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
  public:
@@ -85,9 +91,8 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
       result = call_fwd(q, k, v, a);
     }
     const auto& [out, lse] = result;
-    ctx->save_for_backward({q, k, v, out, lse, a.cu_seqlens_q.value_or(Tensor()), a.cu_seqlens_k.value_or(Tensor())});
+    keep<kKept>(ctx, {q, k, v, out, lse}, a);
     ctx->set_materialize_grads(false);
-    keep_numbers<kKept>(ctx, a);
     return {out, lse};
   }
 
@@ -97,16 +102,12 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     const Tensor dlse = grads[1];
     if (!dout.defined() && !dlse.defined()) return result;
 
-    const variable_list tensors = ctx->get_saved_variables();
-    const Tensor &q = tensors[0], &k = tensors[1], &v = tensors[2], &out = tensors[3], &lse = tensors[4];
-    if (!dout.defined()) dout = at::zeros_like(out);
-    CallArgs a;
-    std::string backend;
-    a.dlse = optional(dlse);
-    a.cu_seqlens_q = optional(tensors[5]);
-    a.cu_seqlens_k = optional(tensors[6]);
-    restore_numbers<kKept>(ctx, a, backend);
-    const auto [dq, dk, dv] = call_bwd(dout, q, k, v, out, lse, a);
+    Kept kept;
+    restore<kKept>(ctx, kept);
+    const variable_list& t = kept.tensors;
+    if (!dout.defined()) dout = at::zeros_like(t[3]);
+    kept.args.dlse = optional(dlse);
+    const auto [dq, dk, dv] = call_bwd(dout, t[0], t[1], t[2], t[3], t[4], kept.args);
     if (ctx->needs_input_grad(0)) result[0] = dq;
     if (ctx->needs_input_grad(1)) result[1] = dk;
     if (ctx->needs_input_grad(2)) result[2] = dv;
@@ -114,14 +115,6 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
   }
 };
 
-// The tensors of modifiers, in the order in which they are saved.
-constexpr OptionalTensor CallArgs::* kModifierTensors[] = {
-    &CallArgs::cu_seqlens_q, &CallArgs::cu_seqlens_k, &CallArgs::bias,        &CallArgs::mask,
-    &CallArgs::document_q,   &CallArgs::document_k,   &CallArgs::prefix_lens, &CallArgs::hidden_rows,
-    &CallArgs::hidden_keys,  &CallArgs::blocks,       &CallArgs::slopes,      &CallArgs::sinks,
-    &CallArgs::rng};
-
-// Masks are saved in the form that was given: what their tensors hold later changes no gradient once they are condensed.
 class ModifiedAttentionFunction : public torch::autograd::Function<ModifiedAttentionFunction> {
  public:
   static constexpr bool is_traceable = true;
@@ -138,12 +131,9 @@ class ModifiedAttentionFunction : public torch::autograd::Function<ModifiedAtten
       result = call_fwd_mod(q, k, v, a);
     }
     const auto& [out, lse, row_max] = result;
-    variable_list tensors{q, k, v, out, lse};
-    for (const auto member : kModifierTensors) tensors.push_back((a.*member).value_or(Tensor()));
-    ctx->save_for_backward(std::move(tensors));
+    keep<kKeptMod>(ctx, {q, k, v, out, lse}, a);
     ctx->set_materialize_grads(false);
     ctx->mark_non_differentiable({row_max});
-    keep_numbers<kKeptMod>(ctx, a);
     return {out, lse, row_max};
   }
 
@@ -151,14 +141,12 @@ class ModifiedAttentionFunction : public torch::autograd::Function<ModifiedAtten
     variable_list result(7);  // of q, k, v, bias, slopes, sinks and the rest
     Tensor dout = grads[0];
     if (!dout.defined() && !grads[1].defined()) return result;
-    const variable_list tensors = ctx->get_saved_variables();
-    const Tensor& out = tensors[3];
-    if (!dout.defined()) dout = at::zeros_like(out);
-    CallArgs a;
-    std::string backend;
+    Kept kept;
+    restore<kKeptMod>(ctx, kept);
+    const variable_list& t = kept.tensors;
+    CallArgs& a = kept.args;
+    if (!dout.defined()) dout = at::zeros_like(t[3]);
     a.dlse = optional(grads[1]);
-    for (size_t i = 0; i < std::size(kModifierTensors); ++i) a.*kModifierTensors[i] = optional(tensors[5 + i]);
-    restore_numbers<kKeptMod>(ctx, a, backend);
     // Autograd counts the tensors that were given.
     bool needs[6];
     size_t edge = 0;
@@ -166,8 +154,7 @@ class ModifiedAttentionFunction : public torch::autograd::Function<ModifiedAtten
     for (int i = 0; i < 6; ++i) needs[i] = given[i] && ctx->needs_input_grad(edge++);
     a.need_qkv = needs[0] || needs[1] || needs[2];
     a.need_bias = needs[3], a.need_slopes = needs[4], a.need_sinks = needs[5];
-    const auto [dq, dk, dv, dbias, dslopes, dsinks] =
-        call_bwd_mod(dout, tensors[0], tensors[1], tensors[2], out, tensors[4], a);
+    const auto [dq, dk, dv, dbias, dslopes, dsinks] = call_bwd_mod(dout, t[0], t[1], t[2], t[3], t[4], a);
     const Tensor* const found[6] = {&dq, &dk, &dv, &dbias, &dslopes, &dsinks};
     for (int i = 0; i < 6; ++i) {
       if (needs[i]) result[i] = *found[i];
@@ -301,6 +288,14 @@ BwdModResult bwd_mod_autocast(const Tensor& dout, const Tensor& q, const Tensor&
   return call_bwd_mod(cast(dout), own_q, cast(k), cast(v), cast(out), lse, with_cast_bias(a, own_q));
 }
 
+template <c10::DeviceType kDevice>
+void implement_autocast(torch::Library& m) {
+  m.impl("fwd", &FwdOperator::entry<fwd_autocast<kDevice>>);
+  m.impl("bwd", &BwdOperator::entry<bwd_autocast<kDevice>>);
+  m.impl("fwd_mod", &FwdModOperator::entry<fwd_mod_autocast<kDevice>>);
+  m.impl("bwd_mod", &BwdModOperator::entry<bwd_mod_autocast<kDevice>>);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) {
@@ -310,18 +305,8 @@ TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) {
   m.impl("bwd_mod", &BwdModOperator::entry<bwd_autograd<BwdModResult, call_bwd_mod>>);
 }
 
-TORCH_LIBRARY_IMPL(flash_ext, AutocastCUDA, m) {
-  m.impl("fwd", &FwdOperator::entry<fwd_autocast<c10::DeviceType::CUDA>>);
-  m.impl("bwd", &BwdOperator::entry<bwd_autocast<c10::DeviceType::CUDA>>);
-  m.impl("fwd_mod", &FwdModOperator::entry<fwd_mod_autocast<c10::DeviceType::CUDA>>);
-  m.impl("bwd_mod", &BwdModOperator::entry<bwd_mod_autocast<c10::DeviceType::CUDA>>);
-}
+TORCH_LIBRARY_IMPL(flash_ext, AutocastCUDA, m) { implement_autocast<c10::DeviceType::CUDA>(m); }
 
-TORCH_LIBRARY_IMPL(flash_ext, AutocastCPU, m) {
-  m.impl("fwd", &FwdOperator::entry<fwd_autocast<c10::DeviceType::CPU>>);
-  m.impl("bwd", &BwdOperator::entry<bwd_autocast<c10::DeviceType::CPU>>);
-  m.impl("fwd_mod", &FwdModOperator::entry<fwd_mod_autocast<c10::DeviceType::CPU>>);
-  m.impl("bwd_mod", &BwdModOperator::entry<bwd_mod_autocast<c10::DeviceType::CPU>>);
-}
+TORCH_LIBRARY_IMPL(flash_ext, AutocastCPU, m) { implement_autocast<c10::DeviceType::CPU>(m); }
 
 }  // namespace flash_ext

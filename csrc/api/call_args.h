@@ -22,6 +22,9 @@ using c10::SymInt;
 using OptionalTensor = std::optional<Tensor>;
 using OptionalName = std::optional<std::string_view>;
 
+// None where it is undefined.
+inline OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
+
 // What a call says beside q, k, v and what a backward reads. Without modifiers by default.
 struct CallArgs {
   OptionalTensor dlse;  // of a backward: the gradient of lse
@@ -218,6 +221,24 @@ inline constexpr std::tuple kFwdFp8{FLASH_EXT_FIELD_OF(Fp8CallArgs, q_descale),
 }  // namespace fields
 #undef FLASH_EXT_FIELD
 #undef FLASH_EXT_FIELD_OF
+
+// f(member) for each field of a list that is an optional tensor.
+template <const auto& kFields, typename F>
+void for_each_tensor(const F& f) {
+  const auto visit = [&]<typename Args, typename T>(const Field<Args, T>& field) {
+    if constexpr (std::is_same_v<T, OptionalTensor>) f(field.member);
+  };
+  std::apply([&](const auto&... field) { (visit(field), ...); }, kFields);
+}
+
+// f(field) for each of the others.
+template <const auto& kFields, typename F>
+void for_each_number(const F& f) {
+  const auto visit = [&]<typename Args, typename T>(const Field<Args, T>& field) {
+    if constexpr (!std::is_same_v<T, OptionalTensor>) f(field);
+  };
+  std::apply([&](const auto&... field) { (visit(field), ...); }, kFields);
+}
 
 template <typename T>
 constexpr std::string_view schema_type() {

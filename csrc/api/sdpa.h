@@ -181,6 +181,4 @@ inline Tensor no_number(const Tensor& q, bool on_device) {
   return new_tensor({}, on_device ? options.device(q.device()) : options);
 }
 
-inline OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
-
 }  // namespace flash_ext

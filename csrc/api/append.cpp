@@ -3,8 +3,6 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
-#include <limits>
-#include <sstream>
 #include <string>
 
 #include "../append_kv.h"
@@ -14,25 +12,22 @@
 #include "tensors.h"
 
 namespace flash_ext {
+
+using namespace checks;
+
 namespace {
 
-std::string text_of(const Tensor& t) {
-  std::ostringstream text;
-  text << "torch." << c10::getDtypeNames(t.scalar_type()).first << ' ' << t.sym_sizes();
-  return text.str();
-}
+std::string text_of(const Tensor& t) { return c10::str(dtype_name(t), ' ', t.sym_sizes()); }
 
-bool same(const SymInt& a, const SymInt& b) {
-  const auto x = a.maybe_as_int(), y = b.maybe_as_int();
-  return x && y ? *x == *y : a.sym_eq(b).expect_true(__FILE__, __LINE__);
+bool is_floating_on_device(const Tensor& t) {
+  return at::isFloatingType(t.scalar_type()) && (!t.is_cuda() || is_reduced(t.scalar_type()));
 }
 
 void check_indices(const Tensor& t, const char* name, const Tensor& k_new) {
   TORCH_CHECK_TYPE(t.scalar_type() == at::kInt || t.scalar_type() == at::kLong, name,
                    " must be torch.int32 or torch.int64, got ", text_of(t), ".");
-  TORCH_CHECK_VALUE(t.device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(), ", got ",
-                    t.device(), ".");
-  TORCH_CHECK_VALUE(t.dim() == 1 && same(t.sym_size(0), k_new.sym_size(0)), name, " must have shape (tokens,), here (",
+  check_device(t, name, k_new, "k_new");
+  TORCH_CHECK_VALUE(t.dim() == 1 && equal(t.sym_size(0), k_new.sym_size(0)), name, " must have shape (tokens,), here (",
                     k_new.sym_size(0), ",), got ", t.sym_sizes(), ".");
   TORCH_CHECK_VALUE(t.is_contiguous(), name, " must be contiguous. Call .contiguous() on it.");
 }
@@ -51,15 +46,14 @@ void check_descale(const OptionalTensor& t, const char* name, const Tensor& k_ne
   TORCH_CHECK_VALUE(is_quantized(k_cache), name, " belongs to a cache of torch.float8_e4m3fn or torch.int8, got ",
                     text_of(k_cache), ".");
   TORCH_CHECK_TYPE(t->scalar_type() == at::kFloat, name, " must be torch.float32, got ", text_of(*t), ".");
-  TORCH_CHECK_VALUE(t->device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(), ", got ",
-                    t->device(), ".");
+  check_device(*t, name, k_new, "k_new");
   const SymInt heads = k_new.sym_size(-2);
   bool fits = t->dim() <= 3;
-  if (t->dim() == 1) fits = same(t->sym_size(0), 1) || same(t->sym_size(0), heads);
-  if (t->dim() == 2) fits = same(t->sym_size(0), k_new.sym_size(0)) && same(t->sym_size(1), heads);
+  if (t->dim() == 1) fits = equal(t->sym_size(0), 1) || equal(t->sym_size(0), heads);
+  if (t->dim() == 2) fits = equal(t->sym_size(0), k_new.sym_size(0)) && equal(t->sym_size(1), heads);
   if (t->dim() == 3) {
-    fits = same(t->sym_size(0), k_cache.sym_size(0)) && same(t->sym_size(1), k_cache.sym_size(1)) &&
-           same(t->sym_size(2), heads);
+    fits = equal(t->sym_size(0), k_cache.sym_size(0)) && equal(t->sym_size(1), k_cache.sym_size(1)) &&
+           equal(t->sym_size(2), heads);
   }
   TORCH_CHECK_VALUE(fits, name, " must have shape (num_heads,), (", k_new.dim() == 3 ? "tokens" : "batch",
                     ", num_heads) or (num_pages, page_size, num_heads), got ", t->sym_sizes(), ".");
@@ -85,43 +79,40 @@ void check_rows(const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache,
     const Tensor& like = is_like_new ? k_new : k_cache;
     TORCH_CHECK_TYPE(t->scalar_type() == like.scalar_type(), name, " must have the dtype of ",
                      is_like_new ? "k_new" : "k_cache", ", got ", text_of(*t), " and ", text_of(like), ".");
-    TORCH_CHECK_VALUE(t->device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(),
-                      ", got ", t->device(), ".");
-    TORCH_CHECK_VALUE(same(t->sym_stride(-1), 1) || same(t->sym_size(-1), 1), name,
+    check_device(*t, name, k_new, "k_new");
+    TORCH_CHECK_VALUE(equal(t->sym_stride(-1), 1) || equal(t->sym_size(-1), 1), name,
                       " must have stride 1 in its last dimension, got strides ", t->sym_strides(), ".");
     check_no_gradient(*t, name);
-    TORCH_CHECK_VALUE(same(t->sym_size(-2), k_new.sym_size(-2)), name, " must have the ", k_new.sym_size(-2),
+    TORCH_CHECK_VALUE(equal(t->sym_size(-2), k_new.sym_size(-2)), name, " must have the ", k_new.sym_size(-2),
                       " heads of k_new, got ", t->sym_size(-2), ".");
     if (is_new) continue;
     check_is_written(*t, name);
   }
-  TORCH_CHECK_TYPE(at::isFloatingType(k_new.scalar_type()) &&
-                       (!k_new.is_cuda() || k_new.scalar_type() == at::kHalf || k_new.scalar_type() == at::kBFloat16),
+  TORCH_CHECK_TYPE(is_floating_on_device(k_new),
                    "k_new must be torch.float16 or torch.bfloat16 on cuda, and floating point elsewhere, got ",
                    text_of(k_new), ".");
   for (int64_t dim = 0; dim < dims - 2; ++dim) {
-    TORCH_CHECK_VALUE(same(v_new.sym_size(dim), k_new.sym_size(dim)), "v_new must have the tokens of k_new, ",
+    TORCH_CHECK_VALUE(equal(v_new.sym_size(dim), k_new.sym_size(dim)), "v_new must have the tokens of k_new, ",
                       k_new.sym_size(dim), ", got ", v_new.sym_size(dim), ".");
   }
-  TORCH_CHECK_VALUE(same(k_cache.sym_size(-1), k_new.sym_size(-1)) && same(v_cache.sym_size(-1), v_new.sym_size(-1)),
+  TORCH_CHECK_VALUE(equal(k_cache.sym_size(-1), k_new.sym_size(-1)) && equal(v_cache.sym_size(-1), v_new.sym_size(-1)),
                     "k_cache and v_cache must have the head_dim of k_new and v_new, got ", k_cache.sym_sizes(), " and ",
                     v_cache.sym_sizes(), ".");
-  TORCH_CHECK_VALUE(same(k_cache.sym_size(0), v_cache.sym_size(0)) && same(k_cache.sym_size(1), v_cache.sym_size(1)),
+  TORCH_CHECK_VALUE(equal(k_cache.sym_size(0), v_cache.sym_size(0)) && equal(k_cache.sym_size(1), v_cache.sym_size(1)),
                     "k_cache and v_cache must have the same pages, got ", k_cache.sym_sizes(), " and ",
                     v_cache.sym_sizes(), ".");
 }
 
 void check_factors(const Tensor& cos, const Tensor& sin, const Tensor& k_new) {
   for (const auto& [t, name] : {std::pair{&cos, "cos"}, {&sin, "sin"}}) {
-    TORCH_CHECK_VALUE(t->device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(),
-                      ", got ", t->device(), ".");
+    check_device(*t, name, k_new, "k_new");
     check_no_gradient(*t, name);
     TORCH_CHECK_TYPE(t->scalar_type() == at::kFloat || t->scalar_type() == k_new.scalar_type(), name,
                      " must be torch.float32 or have the dtype of k_new, got ", text_of(*t), ".");
-    TORCH_CHECK_VALUE(t->dim() == 2 && same(t->sym_size(1), cos.sym_size(1)) && same(t->sym_size(0), cos.sym_size(0)),
+    TORCH_CHECK_VALUE(t->dim() == 2 && equal(t->sym_size(1), cos.sym_size(1)) && equal(t->sym_size(0), cos.sym_size(0)),
                       name, " must have shape (positions, rotary_dim / 2), as cos and sin both, got ", t->sym_sizes(),
                       ".");
-    TORCH_CHECK_VALUE(same(t->sym_stride(-1), 1) || same(t->sym_size(-1), 1), name,
+    TORCH_CHECK_VALUE(equal(t->sym_stride(-1), 1) || equal(t->sym_size(-1), 1), name,
                       " must have stride 1 in its last dimension. Call .contiguous() on it.");
   }
   TORCH_CHECK_TYPE(cos.scalar_type() == sin.scalar_type(), "cos and sin must have one dtype, got ", text_of(cos),
@@ -138,9 +129,8 @@ void check_numbers(const Tensor& t, const char* name, const Tensor& k_new, int64
   TORCH_CHECK_TYPE(t.scalar_type() == at::kInt || (may_be_wide && t.scalar_type() == at::kLong), name,
                    may_be_wide ? " must be torch.int32 or torch.int64, got " : " must be torch.int32, got ", text_of(t),
                    ".");
-  TORCH_CHECK_VALUE(t.device() == k_new.device(), name, " must be on the device of k_new, ", k_new.device(), ", got ",
-                    t.device(), ".");
-  TORCH_CHECK_VALUE(t.dim() == dims && same(t.sym_size(0), k_new.sym_size(0)), name, " must have shape ",
+  check_device(t, name, k_new, "k_new");
+  TORCH_CHECK_VALUE(t.dim() == dims && equal(t.sym_size(0), k_new.sym_size(0)), name, " must have shape ",
                     dims == 1 ? "(batch,)" : "(batch, max_pages)", " with batch ", k_new.sym_size(0), ", got ",
                     t.sym_sizes(), ".");
 }
@@ -148,23 +138,21 @@ void check_numbers(const Tensor& t, const char* name, const Tensor& k_new, int64
 // Queries that are turned by the factors of the keys.
 void check_turned(const Tensor& q, const Tensor& k_new, const AppendBehindArgs& a) {
   TORCH_CHECK_VALUE(a.cos.has_value(), "q is given to be turned: cos and sin must be given with it.");
-  TORCH_CHECK_TYPE(at::isFloatingType(q.scalar_type()) &&
-                       (!q.is_cuda() || q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16),
+  TORCH_CHECK_TYPE(is_floating_on_device(q),
                    "q must be torch.float16 or torch.bfloat16 on cuda, and floating point elsewhere, got ", text_of(q),
                    ".");
-  TORCH_CHECK_VALUE(q.device() == k_new.device(), "q must be on the device of k_new, ", k_new.device(), ", got ",
-                    q.device(), ".");
+  check_device(q, "q", k_new, "k_new");
   const bool packed = a.cu_seqlens_q.has_value();
   TORCH_CHECK_VALUE(q.dim() == (packed ? 3 : 4), "q must have shape ",
                     packed ? "(total_q, num_heads, head_dim)" : "(batch, seqlen_q, num_heads, head_dim)", ", got ",
                     q.sym_sizes(), ".");
-  TORCH_CHECK_VALUE(same(q.sym_size(-1), k_new.sym_size(-1)), "q must have the head_dim of k_new, ", k_new.sym_size(-1),
-                    ", got ", q.sym_size(-1), ".");
-  TORCH_CHECK_VALUE(same(q.sym_stride(-1), 1) || same(q.sym_size(-1), 1),
+  TORCH_CHECK_VALUE(equal(q.sym_size(-1), k_new.sym_size(-1)), "q must have the head_dim of k_new, ",
+                    k_new.sym_size(-1), ", got ", q.sym_size(-1), ".");
+  TORCH_CHECK_VALUE(equal(q.sym_stride(-1), 1) || equal(q.sym_size(-1), 1),
                     "q must have stride 1 in its last dimension, got strides ", q.sym_strides(), ".");
   check_no_gradient(q, "q");
-  if (packed) checks::check_cu_seqlens(*a.cu_seqlens_q, "cu_seqlens_q", q);
-  TORCH_CHECK_VALUE(same(packed ? a.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0), k_new.sym_size(0)),
+  if (packed) check_cu_seqlens(*a.cu_seqlens_q, "cu_seqlens_q", q);
+  TORCH_CHECK_VALUE(equal(packed ? a.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0), k_new.sym_size(0)),
                     "q must have the ", k_new.sym_size(0), " sequences of k_new, got ",
                     packed ? a.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0), ".");
 }
@@ -240,7 +228,7 @@ void check_append_behind(const Tensor& k_new, const Tensor& v_new, const AppendB
   if (a.block_table.has_value()) {
     const Tensor& table = *a.block_table;
     check_numbers(table, "block_table", k_new, 2, false);
-    TORCH_CHECK_VALUE(same(table.sym_stride(1), 1) || table.sym_size(1).maybe_as_int().value_or(2) <= 1,
+    TORCH_CHECK_VALUE(equal(table.sym_stride(1), 1) || table.sym_size(1).maybe_as_int().value_or(2) <= 1,
                       "block_table must have stride 1 in its last dimension, got strides ", table.sym_strides(),
                       ". Call .contiguous() on it.");
   } else if (a.entries.has_value()) {
@@ -292,7 +280,7 @@ AppendBehindResult append_behind_gpu(const Tensor& k_new, const Tensor& v_new, c
     e.table = table->const_data_ptr<int32_t>();
     e.table_stride = table->stride(0);
   }
-  e.num_pages = static_cast<int32_t>(std::min(pages, int64_t{std::numeric_limits<int32_t>::max()}));
+  e.num_pages = clamp_to_int32(pages);
   e.room = clamp_to_int32((a.block_table.has_value() ? a.block_table->size(1) : 1) * a.k_cache.size(1));
   e.new_tokens = clamp_to_int32(count);
   e.count = Divisor(at_least_one(count));

@@ -100,8 +100,8 @@ template <c10::DeviceType kDevice>
 FwdResult fwd_cached_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const bool is_half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
-  if (is_quantized(k) && is_half) return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
+  if (is_quantized(k) && checks::is_reduced(q.scalar_type()))
+    return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
   const auto dtype = is_quantized(k) ? at::autocast::get_autocast_dtype(kDevice) : k.scalar_type();
   CallArgs own = a;
   if (a.bias.has_value() && a.bias->scalar_type() != dtype) own.bias = a.bias->to(at::kFloat);
@@ -154,7 +154,7 @@ FwdResult fwd_cached_gpu(const Tensor& given_q, const Tensor& k, const Tensor& v
   if (out.numel() == 0) return {out, lse};
   if (is_empty) {
     out.zero_();
-    lse.fill_(-std::numeric_limits<double>::infinity());
+    lse.fill_(kMinusInfinity);
     if (a.sinks.has_value() && lse.numel() > 0) fill_with_sinks(lse, *a.sinks, a.cu_seqlens_q);
     return {out, lse};
   }

@@ -7,7 +7,6 @@
 #include <array>
 #include <cmath>
 #include <initializer_list>
-#include <limits>
 #include <set>
 #include <sstream>
 #include <string>
@@ -30,11 +29,7 @@ bool at_most(const SymInt& a, const SymInt& b) {
   return x && y ? *x <= *y : a.sym_le(b).expect_true(__FILE__, __LINE__);
 }
 
-std::string dtype_of(const Tensor& t) {
-  std::ostringstream text;
-  text << "torch." << c10::getDtypeNames(t.scalar_type()).first;
-  return text.str();
-}
+std::string dtype_name(const Tensor& t) { return c10::str("torch.", c10::getDtypeNames(t.scalar_type()).first); }
 
 std::string shape_of(const Tensor& t) {
   std::ostringstream text;
@@ -47,6 +42,11 @@ std::string shape_of(const Tensor& t) {
 
 bool is_reduced(c10::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 bool is_wide(c10::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
+
+void check_device(const Tensor& t, const char* name, const Tensor& like, const char* like_name) {
+  TORCH_CHECK_VALUE(t.device() == like.device(), name, " must be on the device of ", like_name, ", ", like.device(),
+                    ", got ", t.device(), ".");
+}
 
 void check_devices(const Tensor& q, const Tensor& k, const Tensor& v) {
   TORCH_CHECK_NOT_IMPLEMENTED(q.is_cuda() || q.is_cpu() || q.is_meta(), "q is on ", q.device(),
@@ -61,7 +61,7 @@ void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v, bool autoca
   const bool known = is_reduced(dtype) || (is_wide(dtype) && !q.is_cuda());
   if (C10_LIKELY(same && known)) return;
   std::ostringstream got;
-  got << "got q " << dtype_of(q) << ", k " << dtype_of(k) << ", v " << dtype_of(v);
+  got << "got q " << dtype_name(q) << ", k " << dtype_name(k) << ", v " << dtype_name(v);
   TORCH_CHECK_TYPE(!q.is_cuda(), "q, k and v on cuda must all be torch.float16 or all torch.bfloat16, ", got.str(),
                    ". Cast them with .to(torch.bfloat16)",
                    autocasts ? ", or call inside torch.autocast(\"cuda\")." : ".");
@@ -78,10 +78,9 @@ void check_unit_stride(const Tensor& t, const char* name) {
 }
 
 void check_cu_seqlens(const Tensor& cu, const char* name, const Tensor& q) {
-  TORCH_CHECK_TYPE(cu.scalar_type() == at::kInt, name, " must be torch.int32, got ", dtype_of(cu),
+  TORCH_CHECK_TYPE(cu.scalar_type() == at::kInt, name, " must be torch.int32, got ", dtype_name(cu),
                    ". Convert it with .to(torch.int32).");
-  TORCH_CHECK_VALUE(cu.device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", cu.device(),
-                    ".");
+  check_device(cu, name, q);
   TORCH_CHECK_VALUE(cu.dim() == 1 && at_most(1, cu.sym_size(0)), name, " must have shape (batch + 1,), got ",
                     shape_of(cu), ".");
   TORCH_CHECK_VALUE(cu.is_contiguous(), name, " must be contiguous, got stride ", cu.sym_stride(0),
@@ -183,17 +182,16 @@ void check_options(const Tensor& q, const CallArgs& a) {
 
 // `t` must look like a result of the forward: same device, the given shape.
 void check_like(const Tensor& t, const char* name, const Tensor& q, c10::SymIntArrayRef want) {
-  TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", t.device(),
-                    ".");
+  check_device(t, name, q);
   bool same = t.dim() == static_cast<int64_t>(want.size());
   for (size_t i = 0; same && i < want.size(); ++i) same = equal(t.sym_size(static_cast<int64_t>(i)), want[i]);
   TORCH_CHECK_VALUE(same, name, " must have shape ", want, ", got ", shape_of(t), ".");
 }
 
 void check_row_statistic(const Tensor& t, const char* name, const Tensor& q) {
-  const auto want = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto want = statistic_of(q);
   TORCH_CHECK_TYPE(t.scalar_type() == want, name, " must be ", want == at::kFloat ? "torch.float32" : "torch.float64",
-                   ", got ", dtype_of(t), ".");
+                   ", got ", dtype_name(t), ".");
   if (q.dim() == 4) {
     const std::array<SymInt, 3> shape = {q.sym_size(0), q.sym_size(2), q.sym_size(1)};
     check_like(t, name, q, shape);
@@ -219,10 +217,9 @@ void check_modifier(const OptionalTensor& t, const char* name, const Tensor& q,
     for (const auto dtype : dtypes) names.insert("torch." + std::string(c10::getDtypeNames(dtype).first));
     std::string wanted;
     for (const std::string& one : names) wanted += (wanted.empty() ? "" : " or ") + one;
-    TORCH_CHECK_TYPE(false, name, " must be ", wanted, ", got ", dtype_of(*t), ".");
+    TORCH_CHECK_TYPE(false, name, " must be ", wanted, ", got ", dtype_name(*t), ".");
   }
-  TORCH_CHECK_VALUE(t->device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", t->device(),
-                    ".");
+  check_device(*t, name, q);
   bool fits = t->dim() == static_cast<int64_t>(sizes.size());
   for (size_t i = 0; fits && i < sizes.size(); ++i) fits = is_any_of(t->sym_size(static_cast<int64_t>(i)), sizes[i]);
   if (!fits) {
@@ -239,7 +236,7 @@ void check_modifier(const OptionalTensor& t, const char* name, const Tensor& q,
 // Slopes, sinks and the softcap, which calls over a cache have as well.
 void check_of_heads(const Tensor& q, const SymInt& batch, const CallArgs& a) {
   const SymInt heads = q.sym_size(-2);
-  const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto statistic = statistic_of(q);
   if (a.slopes.has_value()) {
     const bool has_batch = a.slopes->dim() != 1;
     check_modifier(a.slopes, "slopes", q, {statistic},
@@ -261,7 +258,7 @@ void check_bias(const Tensor& q, const SymInt& batch, const OptionalTensor& bias
     check_modifier(bias, "bias", q, {at::kFloat, narrow}, {batches, heads, rows, keys}, false);
     return;
   }
-  const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto statistic = statistic_of(q);
   check_modifier(bias, "bias", q, {statistic}, {batches, heads, {}}, true);
   const SymInt entries = bias->sym_size(2);
   TORCH_CHECK_VALUE(equal(entries % 2, 1), "bias by distance must have an odd number of entries, got ", entries, ".");
@@ -372,12 +369,12 @@ void check_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tenso
   check_fwd(q, k, v, a);
   std::vector<SymInt> out_shape = q.sym_sizes().vec();
   out_shape.back() = v.sym_size(-1);
-  TORCH_CHECK_TYPE(out.scalar_type() == q.scalar_type(), "out must have the dtype of q, ", dtype_of(q), ", got ",
-                   dtype_of(out), ".");
+  TORCH_CHECK_TYPE(out.scalar_type() == q.scalar_type(), "out must have the dtype of q, ", dtype_name(q), ", got ",
+                   dtype_name(out), ".");
   check_like(out, "out", q, out_shape);
   check_unit_stride(out, "out");
-  TORCH_CHECK_TYPE(dout.scalar_type() == q.scalar_type(), "dout must have the dtype of q, ", dtype_of(q), ", got ",
-                   dtype_of(dout), ".");
+  TORCH_CHECK_TYPE(dout.scalar_type() == q.scalar_type(), "dout must have the dtype of q, ", dtype_name(q), ", got ",
+                   dtype_name(dout), ".");
   check_like(dout, "dout", q, out_shape);
   check_row_statistic(lse, "lse", q);
   if (a.dlse.has_value()) check_row_statistic(*a.dlse, "dlse", q);

@@ -24,12 +24,19 @@ bool equal(const SymInt& a, const SymInt& b);
 bool at_most(const SymInt& a, const SymInt& b);
 
 // For messages.
-std::string dtype_of(const Tensor& t);
+std::string dtype_name(const Tensor& t);
 std::string shape_of(const Tensor& t);
 
 bool is_reduced(c10::ScalarType dtype);  // fp16 or bf16
 bool is_wide(c10::ScalarType dtype);  // fp32 or fp64, which the CPU takes
 
+// The type of lse, and of what adds to scores in the precision of theirs.
+inline c10::ScalarType statistic_of(const Tensor& q) {
+  return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// `like`: the tensor whose device t must be on, and its name.
+void check_device(const Tensor& t, const char* name, const Tensor& like, const char* like_name = "q");
 void check_devices(const Tensor& q, const Tensor& k, const Tensor& v);
 void check_dtypes(const Tensor& q, const Tensor& k, const Tensor& v, bool autocasts = true);
 void check_unit_stride(const Tensor& t, const char* name);

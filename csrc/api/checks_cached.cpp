@@ -11,10 +11,9 @@ using namespace checks;
 // Numbers that the device holds.
 static void check_numbers(const Tensor& t, const char* name, const Tensor& q, int64_t dims, const char* shape,
                           const SymInt& batch) {
-  TORCH_CHECK_TYPE(t.scalar_type() == at::kInt, name, " must be torch.int32, got ", dtype_of(t),
+  TORCH_CHECK_TYPE(t.scalar_type() == at::kInt, name, " must be torch.int32, got ", dtype_name(t),
                    ". Convert it with .to(torch.int32).");
-  TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", t.device(),
-                    ".");
+  check_device(t, name, q);
   TORCH_CHECK_VALUE(t.dim() == dims && equal(t.sym_size(0), batch), name, " must have shape ", shape, " with batch ",
                     batch, ", got ", shape_of(t), ".");
   TORCH_CHECK_VALUE(equal(t.sym_stride(-1), 1) || at_most(t.sym_size(-1), 1), name,
@@ -40,8 +39,7 @@ static void check_masks(const Tensor& q, const Tensor& k, const SymInt& batch, c
   const Sizes any;
   check_mask(q, batch, a.mask, any, any);
   // Kernels over 8 bits multiply elements of fp16, whatever q is.
-  const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  check_bias(q, batch, a.bias, is_quantized(k) ? statistic : q.scalar_type(), any, any);
+  check_bias(q, batch, a.bias, is_quantized(k) ? statistic_of(q) : q.scalar_type(), any, any);
   TORCH_CHECK_VALUE(a.document_q.has_value() == a.document_k.has_value(),
                     "document_q and document_k must be given together.");
   if (a.document_q.has_value()) {
@@ -58,10 +56,10 @@ static void check_masks(const Tensor& q, const Tensor& k, const SymInt& batch, c
 
 // A cache of 8 bits. Its copies are of 16 bytes.
 static void check_quantized(const Tensor& q, const Tensor& k, const Tensor& v, const SymInt& batch, const CallArgs& a) {
-  TORCH_CHECK_TYPE(k.scalar_type() == v.scalar_type(), "k and v must share one dtype, got ", dtype_of(k), " and ",
-                   dtype_of(v), ".");
+  TORCH_CHECK_TYPE(k.scalar_type() == v.scalar_type(), "k and v must share one dtype, got ", dtype_name(k), " and ",
+                   dtype_name(v), ".");
   TORCH_CHECK_TYPE(is_reduced(q.scalar_type()) || (is_wide(q.scalar_type()) && !q.is_cuda()),
-                   "q must be torch.float16 or torch.bfloat16 beside a cache of 8 bits, got ", dtype_of(q), ".");
+                   "q must be torch.float16 or torch.bfloat16 beside a cache of 8 bits, got ", dtype_name(q), ".");
   TORCH_CHECK_NOT_IMPLEMENTED(a.block_table.has_value() || !a.cu_seqlens_k.has_value(),
                               "k and v of 8 bits must lie in pages (block_table), got packed rows.");
   for (const Tensor* t : {&k, &v}) {
@@ -95,7 +93,7 @@ void check_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const C
     check_dtypes(q, k, v, false);
     TORCH_CHECK_VALUE(!a.k_descale.has_value() && !a.v_descale.has_value(),
                       "k_descale and v_descale belong to k and v of torch.float8_e4m3fn or torch.int8, got ",
-                      dtype_of(k), ".");
+                      dtype_name(k), ".");
   }
   const bool packed = a.cu_seqlens_q.has_value(), in_pages = a.block_table.has_value();
   TORCH_CHECK_VALUE(q.dim() == (packed ? 3 : 4), "q must have shape ",

@@ -14,7 +14,7 @@ BoolView bool_view(const Tensor& t) {
   BoolView x;
   x.ptr = t.const_data_ptr<bool>();
   for (int dim = 0; dim < 4; ++dim) {
-    x.strides[dim] = t.size(dim) == 1 ? 0 : t.stride(dim);
+    x.strides[dim] = stride_or_zero(t, dim);
     x.sizes[dim] = static_cast<int32_t>(t.size(dim));
   }
   return x;

@@ -1,6 +1,5 @@
 // flash_ext::quantize_fp8 and flash_ext::fwd_fp8, for GPUs. What callers may pass is checked in flash_ext/_fp8.py, with
 // words; here only what memory safety hangs on.
-#include <limits>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -8,25 +7,18 @@
 #include "../passes/rounding_loss.h"
 #include "../quantize_fp8.h"
 #include "api.h"
+#include "checks.h"
 #include "tensors.h"
 
 namespace flash_ext {
 namespace {
 
-bool is_16_bit(const Tensor& t) { return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16; }
+using checks::check_device, checks::is_reduced;
 
-int64_t stride_of(const Tensor& t, int64_t dim) { return t.size(dim) > 1 ? t.stride(dim) : 0; }
-
-void check_device(const Tensor& t, const char* name, const Tensor& q) {
-  TORCH_CHECK_VALUE(t.device() == q.device(), name, " must be on the device of q, ", q.device(), ", got ", t.device(),
-                    ".");
-}
-
-const int32_t* bounds_of(const Tensor& cu, const char* name, const Tensor& q) {
+void check_bounds(const Tensor& cu, const char* name, const Tensor& q) {
   check_device(cu, name, q);
   TORCH_CHECK_VALUE(cu.scalar_type() == at::kInt && cu.dim() == 1 && cu.size(0) >= 1 && cu.is_contiguous(), name,
                     " must be (batch + 1,) int32 and contiguous.");
-  return cu.const_data_ptr<int32_t>();
 }
 
 const int32_t* lengths_of(const OptionalTensor& used, const Problem& p, const Tensor& q) {
@@ -62,21 +54,14 @@ Problem fp8_problem(const Tensor& q, const Tensor& k, const Tensor& v, int64_t h
   TORCH_CHECK_VALUE(p.num_heads_k > 0 && p.num_heads % p.num_heads_k == 0,
                     "heads of q must be a multiple of those of k.");
   if (packed) {
-    p.cu_seqlens_q = bounds_of(*cu_seqlens_q, "cu_seqlens_q", q);
-    p.cu_seqlens_k = bounds_of(*cu_seqlens_k, "cu_seqlens_k", q);
+    check_bounds(*cu_seqlens_q, "cu_seqlens_q", q);
+    check_bounds(*cu_seqlens_k, "cu_seqlens_k", q);
     TORCH_CHECK_VALUE(cu_seqlens_q->size(0) == cu_seqlens_k->size(0),
                       "cu_seqlens_q and cu_seqlens_k must have one length.");
-    p.batch = static_cast<int32_t>(cu_seqlens_q->size(0) - 1);
-    p.total_q = q.size(0);
-    p.total_k = k.size(0);
   } else {
     TORCH_CHECK_VALUE(q.size(0) == k.size(0), "q and k must have one batch size.");
-    p.batch = static_cast<int32_t>(q.size(0));
-    p.seqlen_q = static_cast<int32_t>(q.size(1));
-    p.seqlen_k = static_cast<int32_t>(k.size(1));
-    p.total_q = q.size(0) * q.size(1);
-    p.total_k = k.size(0) * k.size(1);
   }
+  set_lengths(p, q, k, cu_seqlens_q, cu_seqlens_k);
   return p;
 }
 
@@ -89,9 +74,9 @@ FactorView factors_of(const Tensor& t, const Problem& p, const Tensor& q, int64_
                     name, " does not fit.");
   FactorView x;
   x.ptr = t.const_data_ptr<float>();
-  x.batch_stride = packed ? 0 : stride_of(t, 0);
-  x.head_stride = stride_of(t, -2);
-  x.step = stride_of(t, -1);
+  x.batch_stride = packed ? 0 : stride_or_zero(t, 0);
+  x.head_stride = stride_or_zero(t, -2);
+  x.step = stride_or_zero(t, -1);
   return x;
 }
 
@@ -102,8 +87,8 @@ StridedView transposed_view(const Tensor& v, const Problem& p) {
                     "v does not have the transposed form of k's sequences.");
   StridedView x;
   x.ptr = const_cast<void*>(v.const_data_ptr());
-  x.batch_stride = p.is_varlen() ? 0 : stride_of(v, 0);
-  x.head_stride = stride_of(v, -3);
+  x.batch_stride = p.is_varlen() ? 0 : stride_or_zero(v, 0);
+  x.head_stride = stride_or_zero(v, -3);
   x.row_stride = v.stride(-2);
   x.aligned = true;
   return x;
@@ -138,10 +123,10 @@ RotaryRows rotary_rows(const OptionalTensor& cos, const OptionalTensor& sin, boo
 FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const Fp8CallArgs& a) {
   const ProfilerRange range("fwd_fp8");
   const OnDevice on_device(q);
-  const bool mixed = is_16_bit(q);
+  const bool mixed = is_reduced(q.scalar_type());
   TORCH_CHECK_TYPE(v.scalar_type() == at::kFloat8_e4m3fn && k.scalar_type() == q.scalar_type() &&
                        (mixed ? q.scalar_type() == a.dtype : q.scalar_type() == at::kFloat8_e4m3fn) &&
-                       (a.dtype == at::kHalf || a.dtype == at::kBFloat16),
+                       is_reduced(a.dtype),
                    "fwd_fp8 takes torch.float8_e4m3fn and gives torch.float16 or torch.bfloat16.");
   TORCH_CHECK_VALUE(k.size(-1) == q.size(-1) && (mixed || (a.q_descale.has_value() && a.k_descale.has_value())),
                     "q and k must have one head_dim, and in e4m3 factors.");
@@ -168,7 +153,6 @@ FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   }
   if (out.numel() == 0) return result;
   if (p.batch == 0 || p.total_k == 0) {
-    constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
     out.zero_();
     row_max.fill_(kMinusInfinity);
     lse.fill_(kMinusInfinity);
@@ -230,8 +214,9 @@ FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
 Quantized quantize_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const QuantizeArgs& a) {
   const ProfilerRange range("quantize_fp8");
   const OnDevice on_device(q);
-  TORCH_CHECK_TYPE(is_16_bit(q) && k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
-                   "quantize_fp8 takes float16 or bfloat16.");
+  TORCH_CHECK_TYPE(
+      is_reduced(q.scalar_type()) && k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
+      "quantize_fp8 takes float16 or bfloat16.");
   TORCH_CHECK_VALUE(!a.mixed || !(a.cos_q.has_value() || a.cos_k.has_value()),
                     "mixed mode hands q and k back as they are: turn them before.");
   TORCH_CHECK_VALUE(k.size(-1) == q.size(-1) && k.size(-2) == v.size(-2) && k.size(-3) == v.size(-3) &&

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
-#include <limits>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -22,9 +21,6 @@ void check_boundary(const void* at, uintptr_t bytes, const char* names) {
                     " bytes where they are ", "condensed. Call .clone() on them.");
 }
 
-// A dimension of size 1 is broadcast.
-int64_t broadcast_stride(const Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
-
 int32_t extent(const Tensor& t, int64_t dim) {
   return t.size(dim) == 1 ? BitRows::kAny : static_cast<int32_t>(t.size(dim));
 }
@@ -38,10 +34,10 @@ int64_t last_element(const Tensor& t) {  // from the first
 BiasView bias_view(const Tensor& t) {
   BiasView x;
   x.ptr = t.const_data_ptr();
-  x.batch_stride = broadcast_stride(t, 0);
-  x.head_stride = broadcast_stride(t, 1);
-  x.row_stride = broadcast_stride(t, 2);
-  x.col_stride = broadcast_stride(t, 3);
+  x.batch_stride = stride_or_zero(t, 0);
+  x.head_stride = stride_or_zero(t, 1);
+  x.row_stride = stride_or_zero(t, 2);
+  x.col_stride = stride_or_zero(t, 3);
   x.rows = extent(t, 2);
   x.cols = extent(t, 3);
   x.is_float = t.scalar_type() == at::kFloat;
@@ -88,8 +84,8 @@ void prepare_mask(Prepared& made, const Tensor& mask) {
   m.mask.num_words = fill ? BitRows::kAny : static_cast<int32_t>(words);
   m.mask.word_stride = fill ? 0 : 1;
   m.mask.row_stride = m.mask_group_stride = rows == 1 ? 0 : words;
-  m.mask.head_stride = m.mask_group_head_stride = broadcast_stride(t, 1);
-  m.mask.batch_stride = m.mask_group_batch_stride = broadcast_stride(t, 0);
+  m.mask.head_stride = m.mask_group_head_stride = stride_or_zero(t, 1);
+  m.mask.batch_stride = m.mask_group_batch_stride = stride_or_zero(t, 0);
 }
 
 void prepare_blocks(Prepared& made, const Tensor& blocks, int64_t block_rows, int64_t block_cols) {
@@ -101,8 +97,8 @@ void prepare_blocks(Prepared& made, const Tensor& blocks, int64_t block_rows, in
   x.num_words = static_cast<int32_t>(t.size(3));
   x.word_stride = 1;
   x.row_stride = t.size(3);
-  x.head_stride = broadcast_stride(t, 1);
-  x.batch_stride = broadcast_stride(t, 0);
+  x.head_stride = stride_or_zero(t, 1);
+  x.batch_stride = stride_or_zero(t, 0);
 }
 
 // `length`: rows, or keys. Condensed ids are more than there are positions.
@@ -133,8 +129,8 @@ HiddenIntervals prepare_intervals(Prepared& made, const Tensor& bounds, int64_t 
   x.count = t.size(-1) == condensed::interval_length(length, 1) ? 1 : 2;
   x.bounds = numbers_of(made, t);
   x.groups = x.bounds + condensed::interval_groups_at(length, x.count);
-  x.head_stride = broadcast_stride(t, -2);
-  x.batch_stride = is_packed ? 0 : broadcast_stride(t, 0);
+  x.head_stride = stride_or_zero(t, -2);
+  x.batch_stride = is_packed ? 0 : stride_or_zero(t, 0);
   x.group_head_stride = x.head_stride / 4;
   x.group_batch_stride = x.batch_stride / 4;
   check_boundary(x.bounds, 16, "hidden_rows and hidden_keys");
@@ -155,8 +151,8 @@ Prepared prepare(const Request& request, const CallArgs& a, void* stream) {
     x.reach = static_cast<int32_t>(a.bias->size(2) / 2);
     x.last_entry = 2 * x.reach;
     x.table = a.bias->const_data_ptr<float>();
-    x.table_batch_stride = static_cast<int32_t>(broadcast_stride(*a.bias, 0));
-    x.table_head_stride = static_cast<int32_t>(broadcast_stride(*a.bias, 1));
+    x.table_batch_stride = static_cast<int32_t>(stride_or_zero(*a.bias, 0));
+    x.table_head_stride = static_cast<int32_t>(stride_or_zero(*a.bias, 1));
   } else if (a.bias.has_value()) {
     m.bias = bias_view(*a.bias);
     if (request.cache != nullptr) m.bias.is_unaligned = false;  // read as it is

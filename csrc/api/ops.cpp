@@ -2,7 +2,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,8 +14,6 @@
 
 namespace flash_ext {
 namespace {
-
-constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
 // ---- forward ------------------------------------------------------------------------------------
 

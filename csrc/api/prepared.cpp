@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "api.h"
+#include "checks.h"
 #include "tensors.h"
 
 namespace flash_ext {
@@ -33,10 +34,10 @@ PreparedCall::PreparedCall(const Tensor& q, const Tensor& k, const CallArgs& arg
       keys_(k.size(-3)),
       device_(q.device()) {
   args_.cu_seqlens_q = args_.cu_seqlens_k = args_.sinks = args_.rng = std::nullopt;
-  for (const OptionalTensor* t : {&args_.bias, &args_.mask, &args_.document_q, &args_.document_k, &args_.prefix_lens,
-                                  &args_.hidden_rows, &args_.hidden_keys, &args_.blocks, &args_.slopes}) {
-    has_inference_tensors_ = has_inference_tensors_ || (t->has_value() && (*t)->is_inference());
-  }
+  for_each_tensor<fields::kModifiers>([&](const auto member) {
+    const OptionalTensor& t = args_.*member;
+    has_inference_tensors_ = has_inference_tensors_ || (t.has_value() && t->is_inference());
+  });
 }
 
 void PreparedCall::watch(const std::vector<Tensor>& sources) {
@@ -78,7 +79,7 @@ CallArgs PreparedCall::joined(const Tensor& q, const CallArgs& own) const {
   a.dropout_p = own.dropout_p, a.rng = own.rng;
   a.want_row_max = own.want_row_max, a.want_lse = own.want_lse;
   a.deterministic = own.deterministic, a.backend = own.backend;
-  const auto statistic = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto statistic = checks::statistic_of(q);
   if (a.sinks.has_value() && a.sinks->is_floating_point() && a.sinks->scalar_type() != statistic) {
     a.sinks = a.sinks->to(statistic);
   }

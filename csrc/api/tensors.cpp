@@ -22,9 +22,6 @@ namespace {
 
 bool is_packed(const Tensor& t) { return t.dim() == 3; }
 
-// A dimension of size 1 has no meaningful stride, so it neither counts nor travels.
-int64_t stride_or_zero(const Tensor& t, int64_t dim) { return t.size(dim) > 1 ? t.stride(dim) : 0; }
-
 }  // namespace
 
 bool is_row_aligned(const Tensor& t) {
@@ -96,14 +93,14 @@ Problem heads_of(const Tensor& q, const Tensor& k, const Tensor& v) {
   return p;
 }
 
-Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
-  Problem p = heads_of(q, k, v);
-  if (a.cu_seqlens_q.has_value()) {
-    p.batch = static_cast<int32_t>(a.cu_seqlens_q->size(0) - 1);
+void set_lengths(Problem& p, const Tensor& q, const Tensor& k, const OptionalTensor& cu_seqlens_q,
+                 const OptionalTensor& cu_seqlens_k) {
+  if (cu_seqlens_q.has_value()) {
+    p.batch = static_cast<int32_t>(cu_seqlens_q->size(0) - 1);
     p.total_q = q.size(0);
     p.total_k = k.size(0);
-    p.cu_seqlens_q = a.cu_seqlens_q->const_data_ptr<int32_t>();
-    p.cu_seqlens_k = a.cu_seqlens_k->const_data_ptr<int32_t>();
+    p.cu_seqlens_q = cu_seqlens_q->const_data_ptr<int32_t>();
+    p.cu_seqlens_k = cu_seqlens_k->const_data_ptr<int32_t>();
   } else {
     p.batch = static_cast<int32_t>(q.size(0));
     p.seqlen_q = static_cast<int32_t>(q.size(1));
@@ -111,6 +108,11 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Call
     p.total_q = q.size(0) * q.size(1);
     p.total_k = k.size(0) * k.size(1);
   }
+}
+
+Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  Problem p = heads_of(q, k, v);
+  set_lengths(p, q, k, a.cu_seqlens_q, a.cu_seqlens_k);
   p.softmax_scale = static_cast<float>(a.scale);
   set_window(p, a.window_size_left.expect_int(), a.window_size_right.expect_int(), a.top_left);
   return p;

@@ -3,6 +3,8 @@
 
 #include <c10/core/DeviceGuard.h>
 
+#include <limits>
+
 #include "../call.h"
 #include "../path_choice.h"
 #include "api.h"
@@ -44,6 +46,11 @@ inline bool is_deterministic(bool asked, const DeviceInfo& info) {
   return info.batch_invariant || is_deterministic(asked);
 }
 
+inline constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
+
+// A dimension of size 1 has no meaningful stride, so it neither counts nor travels.
+inline int64_t stride_or_zero(const Tensor& t, int64_t dim) { return t.size(dim) > 1 ? t.stride(dim) : 0; }
+
 // `aligned` holds when every row starts on a 16-byte boundary.
 StridedView view_of(const Tensor& t);
 
@@ -53,6 +60,8 @@ CacheFactors factors_of(const OptionalTensor& t);
 
 // What a problem has of the heads of its tensors, and whether TMA can read them; without lengths.
 Problem heads_of(const Tensor& q, const Tensor& k, const Tensor& v);
+void set_lengths(Problem& p, const Tensor& q, const Tensor& k, const OptionalTensor& cu_seqlens_q,
+                 const OptionalTensor& cu_seqlens_k);
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& args);
 
 // Of a forward or a backward, which both read these.

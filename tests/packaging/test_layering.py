@@ -51,7 +51,7 @@ INCLUDES = [
     ("api/sdpa.cpp", ("api/sdpa_replaced.h",)),
     ("api/append.cpp", ("append_kv.h", "api/api.h", "api/checks.h", "api/tangents.h", "api/tensors.h")),
     ("bias_rows.h", ("modifiers.h",)),
-    ("api/fp8.cpp", ("api/api.h", "api/tensors.h", "passes/rounding_loss.h", "quantize_fp8.h")),
+    ("api/fp8.cpp", ("api/api.h", "api/checks.h", "api/tensors.h", "passes/rounding_loss.h", "quantize_fp8.h")),
     ("api/", ("api/api.h", "api/call_args.h", "api/checks.h", "api/plans.h", "api/prepared.h",
              "api/tangents.h", "api/tensors.h", "bias_rows.h", "build_info.h", "call.h", "condensed.h",
              "fp8.h", "path_choice.h", "short_tiles.h", "stream.h")),

@@ -6,7 +6,7 @@
 namespace flash_ext::plans {
 namespace {
 
-using sm90::HeadDims, sm90::kCounterBytes;
+using sm90::HeadDims;
 using enum ScoreVariant;
 
 // ---- without modifiers -----------------------------------------------------------------------------
@@ -78,7 +78,7 @@ void build_short(Req r, Dev d, Plan& p) {
 
 void build_split_kv(Req r, Dev d, Plan& p) {
   const SplitGrid g = make_split_grid(r.problem, d, r.constraints.kv_splits);
-  const int size = padded_split_head_dim(r.problem.head_dim, r.problem.head_dim_v);
+  const int size = split_padded(r.problem);
   const SplitTile t = split_tile(size, g.rows);
   const KernelId kernel = r.modifiers == nullptr ? KernelId::kFwdSplitKv80 : KernelId::kFwdSplitMod80;
   p.push(main_of(kernel, size, size, t.rows, t.block_n(), t.stages / 2, SplitTile::kThreads, t.smem_bytes(size), g.ctas,
@@ -105,10 +105,8 @@ void build_hopper(Req r, Dev d, Plan& p) {
   Launch& l = p.push(main_of(KernelId::kFwd90, x.d, x.dv, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
                              t.smem_bytes(x.d, x.dv), grid, ctas));
   l.unit_heads = unit_heads;
-  set_dynamic(l, sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, t.block_m()));
-  p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
-  const bool in_stretches = sm90::has_long_keys(r.problem);
-  p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * l.ctas * sm90::kept_floats(t, x.dv) : 0);
+  set_dynamic(p, l, sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, t.block_m()));
+  add_stretches(p, sm90::has_long_keys(r.problem), l.ctas, t, x.dv);
 }
 
 bool supports_parts(Req r, Dev d) {
@@ -120,25 +118,18 @@ bool prefers_parts(Req r, Dev d) {
 
 void build_parts(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;
-  const int size = hopper_dims(x).d, merge_size = padded_split_head_dim(x.head_dim, x.head_dim_v);
+  const int size = hopper_dims(x).d, merge_size = split_padded(x);
   const sm90::FwdTile t = sm90::fwd_tile(size, size, 128);
   Launch& l = p.push(main_of(KernelId::kFwdParts90, size, size, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
                              t.smem_bytes(size, size), sm90::fwd_grid(x, d, t.block_m()), 0));
-  SplitGrid& g = p.split_kv;
-  g.splits = p.kv_splits = sm90::parts_of_tiles(x, d, r.constraints);
-  g.total_rows = x.total_q * x.num_heads;
-  g.pitch = (x.head_dim_v + 3) / 4 * 4;
-  g.stats_bytes = (8 * g.splits * g.total_rows + 15) / 16 * 16;
-  g.parts = Divisor(static_cast<uint32_t>(g.splits));
-  g.heads = Divisor(static_cast<uint32_t>(x.num_heads));
-  g.queries = Divisor(static_cast<uint32_t>(x.seqlen_q));
-  l.tiles = l.grid.ctas * g.splits;
+  const int64_t rows = x.total_q * x.num_heads;
+  add_kv_partials(x, p, sm90::parts_of_tiles(x, d, r.constraints), rows);
+  p.split_kv.queries = Divisor(static_cast<uint32_t>(x.seqlen_q));
+  l.tiles = l.grid.ctas * p.kv_splits;
   l.ctas = std::min<int64_t>(l.tiles, d.num_sms);
-  set_dynamic(l, sm90::has_unequal_tiles(x) || sm90::prefers_dynamic(x, d, t.block_m()));
-  p.push(pass(KernelId::kFwdCombine80, merge_size, merge_size, merge_ctas(g.total_rows, g.splits), SplitTile::kThreads,
-              true));
-  p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
-  p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
+  set_dynamic(p, l, sm90::has_unequal_tiles(x) || sm90::prefers_dynamic(x, d, t.block_m()));
+  p.push(
+      pass(KernelId::kFwdCombine80, merge_size, merge_size, merge_ctas(rows, p.kv_splits), SplitTile::kThreads, true));
 }
 
 // ---- with operands in e4m3 ---------------------------------------------------------------------------
@@ -170,11 +161,9 @@ void build_fp8(Req r, Dev d, Plan& p) {
       p.push(main_of(KernelId::kFwdFp890, x.d, x.dv, f.block_m(), f.block_n, t.kv_stages / 2, f.threads(),
                      t.smem_bytes(x.d, x.dv, is_mixed(r)), sm90::fwd_grid(r.problem, d, f.block_m()), d.num_sms));
   l.variant = is_mixed(r) ? kMixed : operands == Operands::kSmallFp8 ? kHalf : kPlain;
-  set_dynamic(
-      l, r.has_own_lengths || sm90::has_unequal_tiles(r.problem) || sm90::prefers_dynamic(r.problem, d, f.block_m()));
-  p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
-  const bool in_stretches = sm90::has_long_keys(r.problem);
-  p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(f, x.dv) : 0);
+  const bool unequal = r.has_own_lengths || sm90::has_unequal_tiles(r.problem);
+  set_dynamic(p, l, unequal || sm90::prefers_dynamic(r.problem, d, f.block_m()));
+  add_stretches(p, sm90::has_long_keys(r.problem), d.num_sms, f, x.dv);
 }
 
 void build_portable(Req r, Dev d, Plan& p) {
@@ -279,8 +268,7 @@ void build_hopper_mod(Req r, Dev d, Plan& p) {
   l.variant = kVariant;
   l.bias_rows =
       kVariant == kFloatBias ? f.block_m() : sm90::staged_bias_rows(r.modifiers->bias, r.problem, f.block_m());
-  set_dynamic(l, unequal || sm90::prefers_dynamic(r.problem, d, f.block_m()));
-  p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
+  set_dynamic(p, l, unequal || sm90::prefers_dynamic(r.problem, d, f.block_m()));
 }
 
 ScoreVariant portable_variant(Req r, Dev d) {

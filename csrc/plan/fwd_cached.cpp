@@ -9,18 +9,12 @@
 namespace flash_ext::plans {
 namespace {
 
-using sm90::kCounterBytes;
-
 // Rows of a sequence up to which the tiles of 16 and of 64 take it. Where the host does not know which sequences there
 // are, it launches all kernels that some sequence may want.
-constexpr int kNarrowRows = 16, kWideRows = 64, kDividedRows = 256;
+constexpr int kNarrowRows = 16, kLargerRows = 64, kDividedRows = 256;
 // Beyond those rows packed tiles take so many queries. Of more, tiles of one head each are filled well enough.
 constexpr int kPackedQueries = 128;
 
-int packed_dim(const Problem& p) {
-  const int x = std::max(p.head_dim, p.head_dim_v);
-  return x <= 64 ? 64 : x <= 128 ? 128 : 256;
-}
 bool is_quantized(Req r) { return r.cache_type != CacheType::k16Bit; }
 // Whether a call needs the instances with masks, documents and biases, which take up to 39 registers more.
 bool has_masks(const Modifiers* m) {
@@ -31,10 +25,10 @@ bool has_masks(const Modifiers* m) {
 // beside modifiers and converters, there are no registers for the other tile.
 bool shares_keys(Req r, Dev d, int64_t rows) {
   const bool is_only_one = has_masks(r.modifiers) || (r.modifiers != nullptr && is_quantized(r));
-  return (rows <= 64 || is_only_one) && sm90::can_share_keys(packed_dim(r.problem)) && !d.batch_invariant;
+  return (rows <= 64 || is_only_one) && sm90::can_share_keys(split_padded(r.problem)) && !d.batch_invariant;
 }
 sm90::FwdTile packed_tile(Req r, Dev d, int64_t rows) {
-  return sm90::packed_tile(packed_dim(r.problem), shares_keys(r, d, rows));
+  return sm90::packed_tile(split_padded(r.problem), shares_keys(r, d, rows));
 }
 
 // Rows of such a tile that are used: those of whole queries.
@@ -62,11 +56,11 @@ int64_t packed_row_tiles(Req r, Dev d, int64_t rows) {
 }
 
 SplitTile tile_of(Req r, int rows) {
-  const int size = padded_split_head_dim(r.problem.head_dim, r.problem.head_dim_v);
+  const int size = split_padded(r.problem);
   return r.cache_type == CacheType::k16Bit ? split_tile(size, rows) : quantized_tile(size, rows);
 }
 
-// Keys that parts of a sequence divide, at most.
+// Keys that parts of a sequence divide, at most; one where there are no queries.
 int64_t keys_of_parts(Req r, int64_t queries) {
   const Problem& x = r.problem;
   int64_t keys = r.cache->max_keys;
@@ -74,37 +68,55 @@ int64_t keys_of_parts(Req r, int64_t queries) {
   if (x.window_left >= 0 && x.window_right >= 0) {
     keys = std::min(keys, int64_t{0} + x.window_left + x.window_right + queries);
   }
-  return keys;
+  return std::max<int64_t>(keys, 1);
 }
 
-// Which kernel takes more rows than the tiles of 16 do: the portable one, or packed tiles on Hopper.
-enum class Wide { kPortable, kPacked };
+// What takes more rows than the tiles of 16 do: portable tiles of 64, or packed tiles on Hopper.
+enum class Larger { kPortable, kPacked };
 
 // Whether sequences may have different numbers of keys.
 bool may_differ(Req r) { return r.problem.batch > 1 && r.cache->seqused_k != nullptr; }
 
-KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wide) {
-  constexpr int kKeysOfPart = 512, kLeastKeys = 128, kLeastBytesOfWaves = 4096;
+// The parts of a sequence that a constraint or the batch-invariant mode sets, which are functions of lengths alone. False:
+// the load of the GPU decides.
+bool set_fixed_parts(Req r, Dev d, int64_t keys, KvCacheGrid& c) {
+  constexpr int kKeysOfPart = 512;
+  if (r.constraints.kv_splits) {
+    c.splits = std::clamp(*r.constraints.kv_splits, 1, kMaxSplits);
+  } else if (d.batch_invariant) {
+    c.splits = static_cast<int>(std::clamp<int64_t>((keys + kKeysOfPart - 1) / kKeysOfPart, 1, kMaxSplits));
+    c.keys_of_part = kKeysOfPart;
+  }
+  return r.constraints.kv_splits || d.batch_invariant;
+}
+
+// Parts of the keys for `items` tiles, of which `splits` would be best if all sequences were equally long. Nobody knows
+// lengths here: where they may differ, up to `even` parts, as many CTAs in all as `ctas`, even out what the longest one would
+// take.
+void set_parts(Req r, int64_t keys, int64_t items, int64_t splits, int64_t ctas, int64_t even, KvCacheGrid& c) {
+  if (may_differ(r)) {
+    c.equal_splits = static_cast<int>(splits);
+    c.seen_keys = static_cast<int>(keys);
+    c.all_parts = static_cast<int>(std::max<int64_t>(ctas * r.problem.batch / items, 1));
+    splits = std::max(splits, std::min(even, int64_t{kMaxSplits}));
+  }
+  c.splits = static_cast<int>(splits);
+}
+
+KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Larger larger) {
+  constexpr int kLeastKeys = 128, kLeastBytesOfWaves = 4096;
   const Problem& x = r.problem;
   const int64_t keys = keys_of_parts(r, rows / (x.num_heads / x.num_heads_k));
   KvCacheGrid c;
   c.rows = static_cast<int>(std::min(rows, split_rows));
   c.queries = std::max(1, c.rows / (x.num_heads / x.num_heads_k));
   c.part_rows = int64_t{1} * x.batch * x.num_heads_k * c.rows;
-  if (r.constraints.kv_splits) {
-    c.splits = std::clamp(*r.constraints.kv_splits, 1, kMaxSplits);
-  } else if (d.batch_invariant) {
-    c.splits = static_cast<int>(std::clamp<int64_t>((keys + kKeysOfPart - 1) / kKeysOfPart, 1, kMaxSplits));
-    c.keys_of_part = kKeysOfPart;
-  } else {
+  if (!set_fixed_parts(r, d, keys, c)) {
     const SplitTile t = tile_of(r, rows <= kNarrowRows ? 16 : 64);
     // Packed tiles have a multiprocessor each, and as those of 16 rows they wait for memory.
-    const bool packed = wide == Wide::kPacked;
-    const int ctas_per_sm = packed
-                                ? 1
-                                : std::clamp((d.smem_per_block + 1024) /
-                                                 (t.smem_bytes(padded_split_head_dim(x.head_dim, x.head_dim_v)) + 1024),
-                                             1, 3);
+    const bool packed = larger == Larger::kPacked;
+    const int ctas_per_sm =
+        packed ? 1 : std::clamp((d.smem_per_block + 1024) / (t.smem_bytes(split_padded(x)) + 1024), 1, 3);
     const int model_rows = packed ? 16 : t.rows;
     const double weight = (x.head_dim + x.head_dim_v) * t.element_bytes / 512.,
                  bytes = 4. * static_cast<double>(c.part_rows) * x.head_dim_v;
@@ -115,23 +127,15 @@ KvCacheGrid cached_grid(Req r, Dev d, int64_t rows, int64_t split_rows, Wide wid
     int64_t splits = best_parts(items, (keys + 63) / 64, model_rows, weight, bytes, sms, ctas_per_sm, alone).parts;
     // What turns bytes into numbers keeps as many CTAs busy as a multiprocessor has room for.
     const int64_t wave = int64_t{1} * sms * ctas_per_sm;
-    const bool differ = may_differ(r);
     if (t.element_bytes == 1) {
       splits = std::max(splits, std::min({wave / items, keys / kLeastKeys, int64_t{kMaxSplits}}));
     }
-    // Nobody knows lengths here. Where they differ, parts for several waves even out what the longest one would take; of
-    // packed tiles two waves at most, since parts of many rows cost.
-    if (differ) {
-      const int64_t even = packed ? 2 * wave / items : (4 * wave + items - 1) / items;
-      c.equal_splits = static_cast<int>(splits);
-      c.seen_keys = static_cast<int>(keys);
-      c.all_parts = static_cast<int>(std::max<int64_t>((packed ? 2 : 4) * wave * x.batch / items, 1));
-      splits = std::max(splits, std::min({even, keys * t.element_bytes / kLeastBytesOfWaves, int64_t{kMaxSplits}}));
-    }
-    c.splits = static_cast<int>(splits);
+    // Parts for several waves where lengths differ; of packed tiles two, since parts of many rows cost.
+    const int64_t ctas = (packed ? 2 : 4) * wave, even = packed ? ctas / items : (ctas + items - 1) / items;
+    set_parts(r, keys, items, splits, ctas, std::min(even, keys * t.element_bytes / kLeastBytesOfWaves), c);
     c.least_keys = kLeastKeys;
   }
-  if (wide == Wide::kPacked) {
+  if (larger == Larger::kPacked) {
     c.tile_rows = packed_rows(r, d, rows);
     c.block_n = packed_tile(r, d, rows).block_n;
     c.scaled_maxima = r.modifiers == nullptr;
@@ -154,9 +158,9 @@ int64_t cached_rows(Req r) {
   return x.num_heads / x.num_heads_k * (r.most_queries > 0 ? std::min(longest, r.most_queries) : longest);
 }
 
-void push_tall_portable(Req r, Dev d, RowRange served, Plan& p) {
+void push_longer_portable(Req r, Dev d, RowRange served, Plan& p) {
   const Problem& x = r.problem;
-  const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
+  const int size = split_padded(x);
   const SmemClass c = class_of(d);
   const FwdTile t = fwd_tile_sm80(size, c);
   Launch& l = p.push(main_of(KernelId::kFwdCached80, size, size, t.block_m, t.block_n, t.stages, t.threads(),
@@ -165,33 +169,24 @@ void push_tall_portable(Req r, Dev d, RowRange served, Plan& p) {
   l.rows = served;
 }
 
-void push_tall_hopper(Req r, Dev d, RowRange served, Plan& p) {
+void push_longer_hopper(Req r, Dev d, RowRange served, Plan& p) {
   const sm90::HeadDims x = hopper_dims(r.problem);
   const sm90::FwdTile t = sm90::fwd_tile(x.d, x.dv);
   Launch& l =
       p.push(main_of(KernelId::kFwdCached90, x.d, x.dv, t.block_m(), t.block_n, t.kv_stages / 2, t.threads(),
                      sm90::cached_smem_bytes(x.d, x.dv), sm90::fwd_grid(r.problem, d, t.block_m(), true), d.num_sms));
-  set_dynamic(l, true);  // lengths differ, and nobody knows them here
+  set_dynamic(p, l, true);  // lengths differ, and nobody knows them here
   l.rows = served;
-  p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
-  const bool in_stretches = r.cache->max_keys > sm90::kStretches.above;
-  p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * d.num_sms * sm90::kept_floats(t, x.dv) : 0);
+  add_stretches(p, r.cache->max_keys > sm90::kStretches.above, d.num_sms, t, x.dv);
 }
 
 // The grid of the parts of keys, with their place in the workspace.
 void divide_keys(const Problem& x, const KvCacheGrid& c, Plan& p) {
-  SplitGrid& g = p.split_kv;
-  g.splits = p.kv_splits = c.splits;
-  g.total_rows = c.part_rows;
-  g.pitch = (x.head_dim_v + 3) / 4 * 4;
-  g.stats_bytes = (8 * g.splits * g.total_rows + 15) / 16 * 16;
-  g.heads_k = Divisor(static_cast<uint32_t>(x.num_heads_k));
-  g.parts = Divisor(static_cast<uint32_t>(c.splits));
-  g.group = Divisor(static_cast<uint32_t>(x.num_heads / x.num_heads_k));
-  g.heads = Divisor(static_cast<uint32_t>(x.num_heads));
-  g.queries = Divisor(static_cast<uint32_t>(c.queries));
+  add_kv_partials(x, p, c.splits, c.part_rows);
+  p.split_kv.heads_k = Divisor(static_cast<uint32_t>(x.num_heads_k));
+  p.split_kv.group = Divisor(static_cast<uint32_t>(x.num_heads / x.num_heads_k));
+  p.split_kv.queries = Divisor(static_cast<uint32_t>(c.queries));
   p.kv_cache = c;
-  p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
 }
 // What adds the parts up, for sequences of more than `narrow_rows` rows by the larger tile.
 void push_merge(const Problem& x, int size, int narrow_rows, Plan& p) {
@@ -203,26 +198,27 @@ void push_merge(const Problem& x, int size, int narrow_rows, Plan& p) {
       .rows = {narrow_rows, INT32_MAX};
 }
 
-// Tiles of few rows, whose keys may be in parts. tall: sequences beyond them are another kernel's.
-RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPortable) {
+// Tiles of few rows, whose keys may be in parts. leaves_longer: sequences of more rows are another kernel's; the result says
+// which these are.
+RowRange push_few_cached(Req r, Dev d, bool leaves_longer, Plan& p, Larger kind = Larger::kPortable) {
   const Problem& x = r.problem;
   const int group = x.num_heads / x.num_heads_k;
   const int64_t rows = cached_rows(r);
   // Which sequences there are is known where all are equally long.
   const bool known = !x.is_varlen() || (x.batch == 1 && !d.batch_invariant);
-  const bool wide = rows > kNarrowRows && !(known && tall);
+  const bool larger = rows > kNarrowRows && !(known && leaves_longer);
   const bool narrow = group <= kNarrowRows && !(known && rows > kNarrowRows);
-  const int size = padded_split_head_dim(x.head_dim, x.head_dim_v);
-  const RowRange others{wide ? kWideRows : narrow ? kNarrowRows : 0, INT32_MAX};
-  if (!narrow && !wide) return others;
+  const int size = split_padded(x);
+  const RowRange others{larger ? kLargerRows : narrow ? kNarrowRows : 0, INT32_MAX};
+  if (!narrow && !larger) return others;
   // No other kernel takes more rows with modifiers or of 8 bits. Few sequences divide them; a CTA walks 64 at a time.
   const bool few = int64_t{1} * x.batch * x.num_heads_k < 2 * d.num_sms && rows <= kDividedRows;
   const bool quantized = is_quantized(r);
   const bool divides = few && (r.modifiers != nullptr || quantized) && !d.batch_invariant;
-  const int64_t divided = kind == Wide::kPacked ? std::min(rows, most_packed_rows(x))
-                          : divides             ? kDividedRows
-                          : wide                ? kWideRows
-                                                : kNarrowRows;
+  const int64_t divided = kind == Larger::kPacked ? std::min(rows, most_packed_rows(x))
+                          : divides               ? kDividedRows
+                          : larger                  ? kLargerRows
+                                                  : kNarrowRows;
   const KvCacheGrid c = cached_grid(r, d, rows, divided, kind);
   const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of up to so many have tiles of 16 rows
   divide_keys(x, c, p);
@@ -238,10 +234,10 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
     l.cache_type = r.cache_type;
     if (has_masks(r.modifiers)) l.variant = ScoreVariant::kAll;
   };
-  if (narrow) push_tile(16, {0, wide || tall ? narrow_rows : INT32_MAX});
-  const RowRange many{narrow_rows, tall ? kWideRows : INT32_MAX};
-  if (wide && kind == Wide::kPacked) {
-    const int dim = packed_dim(x);
+  if (narrow) push_tile(16, {0, larger || leaves_longer ? narrow_rows : INT32_MAX});
+  const RowRange many{narrow_rows, leaves_longer ? kLargerRows : INT32_MAX};
+  if (larger && kind == Larger::kPacked) {
+    const int dim = split_padded(x);
     const int64_t row_tiles = packed_row_tiles(r, d, rows);
     const int64_t tiles = slots * x.num_heads_k * c.splits * row_tiles;
     const sm90::FwdTile t = packed_tile(r, d, rows);
@@ -256,11 +252,10 @@ RowRange push_few_cached(Req r, Dev d, bool tall, Plan& p, Wide kind = Wide::kPo
     }
     l.grid.shared = p.split_kv.group;
     l.grid.blocks = static_cast<uint32_t>(row_tiles);
-    set_dynamic(l, true);  // lengths differ, and nobody knows them here
+    set_dynamic(p, l, true);  // lengths differ, and nobody knows them here
     l.rows = many;
     l.cache_type = r.cache_type;
-    p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
-  } else if (wide) {
+  } else if (larger) {
     push_tile(64, many);
   }
   push_merge(x, size, narrow_rows, p);
@@ -276,7 +271,7 @@ bool supports_cached_mod(Req r, Dev) {
   return r.modifiers != nullptr && r.cache_type == CacheType::k16Bit && !r.has_latents;
 }
 bool supports_quantized(Req r, Dev) { return is_quantized(r); }
-bool supports_cached_tma(Req r, Dev d) { return supports_cached(r, d) && tma_fwd(r) && cached_rows(r) > kWideRows; }
+bool supports_cached_tma(Req r, Dev d) { return supports_cached(r, d) && tma_fwd(r) && cached_rows(r) > kLargerRows; }
 // No part has more keys than a stretch, and tiles have numbers of 32 bits.
 static bool supports_packed_tiles(Req r, Dev d) {
   const Problem& x = r.problem;
@@ -291,7 +286,7 @@ bool supports_packed(Req r, Dev d) {
 }
 // Beside modifiers and converters, outputs of 256 columns have no registers. No other kernel for Hopper takes more rows.
 static bool supports_packed_rows(Req r, Dev d) {
-  if (packed_dim(r.problem) > 128) return false;
+  if (split_padded(r.problem) > 128) return false;
   const bool is_divided = cached_rows(r) <= most_packed_rows(r.problem);
   return supports_packed_tiles(r, d) && (is_divided || r.cache->max_keys <= sm90::kStretches.above);
 }
@@ -325,7 +320,7 @@ bool supports_latents(Req r, Dev d) {
 }
 void build_latents(Req r, Dev d, Plan& p) {
   using Tile = sm90::LatentTile;
-  constexpr int kKeysOfPart = 512, kLeastKeys = 256;
+  constexpr int kLeastKeys = 256;
   const Problem& x = r.problem;
   const int64_t rows = cached_rows(r), row_tiles = latent_row_tiles(r, d);
   const int64_t keys = keys_of_parts(r, rows / x.num_heads);
@@ -335,25 +330,13 @@ void build_latents(Req r, Dev d, Plan& p) {
   c.part_rows = int64_t{1} * x.batch * c.rows;
   c.tile_rows = Tile::kRows, c.block_n = c.narrow_block_n = Tile::kKeys;
   c.scaled_maxima = true;
-  c.least_keys = kLeastKeys;
-  if (r.constraints.kv_splits) {
-    c.splits = std::clamp(*r.constraints.kv_splits, 1, kMaxSplits);
-  } else if (d.batch_invariant) {
-    c.splits = static_cast<int>(std::clamp<int64_t>((keys + kKeysOfPart - 1) / kKeysOfPart, 1, kMaxSplits));
-    c.keys_of_part = kKeysOfPart, c.least_keys = 0;
-  } else {
+  if (!set_fixed_parts(r, d, keys, c)) {
     const int64_t items = std::max<int64_t>(1, x.batch * row_tiles), sms = std::max(1, d.num_sms);
     const double weight = Tile::kHeadDim * 2 / 512., bytes = 4. * static_cast<double>(c.part_rows) * x.head_dim_v;
-    int64_t splits = best_parts(items, (keys + 63) / 64, 16, weight, bytes, sms, 1).parts;
-    // As in cached_grid().
-    if (may_differ(r)) {
-      c.equal_splits = static_cast<int>(splits);
-      c.seen_keys = static_cast<int>(keys);
-      c.all_parts = static_cast<int>(std::max<int64_t>(2 * sms * x.batch / items, 1));
-      splits = std::max(splits, std::min({2 * sms / items, keys / kLeastKeys, int64_t{kMaxSplits}}));
-    }
-    c.splits = static_cast<int>(splits);
+    const int64_t splits = best_parts(items, (keys + 63) / 64, 16, weight, bytes, sms, 1).parts;
+    set_parts(r, keys, items, splits, 2 * sms, std::min(2 * sms / items, keys / kLeastKeys), c);
   }
+  c.least_keys = c.keys_of_part > 0 ? 0 : kLeastKeys;
   divide_keys(x, c, p);
   const int64_t slots = x.batch + (x.is_varlen() ? 2 : 0);
   Launch& l =
@@ -361,12 +344,11 @@ void build_latents(Req r, Dev d, Plan& p) {
                      Tile::kThreads, Tile::kSmemBytes, slots * c.splits * row_tiles, d.num_sms));
   l.grid.shared = p.split_kv.group;
   l.grid.blocks = static_cast<uint32_t>(row_tiles);
-  set_dynamic(l, true);
-  p.workspace.tile_counters = p.workspace.add(l.dynamic ? kCounterBytes : 0);
+  set_dynamic(p, l, true);
   push_merge(x, 256, 0, p);
 }
 
-void build_packed(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p, Wide::kPacked); }
+void build_packed(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p, Larger::kPacked); }
 
 // Without a cache, where all sequences are equally long.
 bool supports_packed_dense(Req r, Dev d) {
@@ -383,11 +365,11 @@ void build_packed_dense(Req r, Dev d, Plan& p) {
   build_packed(of_cache, d, p);
 }
 
-void build_cached_hopper(Req r, Dev d, Plan& p) { push_tall_hopper(r, d, push_few_cached(r, d, true, p), p); }
+void build_cached_hopper(Req r, Dev d, Plan& p) { push_longer_hopper(r, d, push_few_cached(r, d, true, p), p); }
 void build_cached_portable(Req r, Dev d, Plan& p) {
-  const bool tall = cached_rows(r) > kWideRows;
-  const RowRange others = push_few_cached(r, d, tall, p);
-  if (tall) push_tall_portable(r, d, others, p);
+  const bool has_longer = cached_rows(r) > kLargerRows;
+  const RowRange others = push_few_cached(r, d, has_longer, p);
+  if (has_longer) push_longer_portable(r, d, others, p);
 }
 // CTAs of parts share out the tiles of longer sequences.
 void build_cached_mod(Req r, Dev d, Plan& p) { push_few_cached(r, d, false, p); }

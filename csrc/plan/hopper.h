@@ -173,15 +173,19 @@ inline Grid dq_grid(const Problem& p, const DeviceInfo& d, bool dynamic) {
 // Where the kernel with tiles of 128 is that of every modifier, up to head_dim 64, and with a softcap, they never pay.
 // Evidence: grid, masked-m192.
 struct M128Cost {
+  static constexpr int kNever = 1000;
   int hundredths;
-  static M128Cost plain(const Problem& p) { return {padded_head_dim(p.head_dim, p.head_dim_v) <= 64 ? 114 : 106}; }
+  static M128Cost of(const Problem& p, int upto64, int above) {
+    return {std::max(p.head_dim, p.head_dim_v) <= 64 ? upto64 : above};
+  }
+  static M128Cost plain(const Problem& p) { return of(p, 114, 106); }
   static M128Cost hides() { return {125}; }
-  static M128Cost slopes(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 1000 : 125}; }
-  static M128Cost beside(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 119 : 108}; }
+  static M128Cost slopes(const Problem& p) { return of(p, kNever, 125); }
+  static M128Cost beside(const Problem& p) { return of(p, 119, 108); }
   // Little: the last tile of a sequence copies all its rows, whether they are there or not.
-  static M128Cost loose_bias(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 103 : 101}; }
-  static M128Cost caps() { return {1000}; }
-  static M128Cost drops(const Problem& p) { return {std::max(p.head_dim, p.head_dim_v) <= 64 ? 1000 : 106}; }
+  static M128Cost loose_bias(const Problem& p) { return of(p, 103, 101); }
+  static M128Cost caps() { return {kNever}; }
+  static M128Cost drops(const Problem& p) { return of(p, kNever, 106); }
 };
 
 // Whether the forward should take tiles of 128 queries. Each multiprocessor computes one tile at a time, and one that

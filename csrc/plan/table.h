@@ -37,6 +37,7 @@ std::span<const Row> bwd_rows(Arch arch);
 // ---- what both ask ---------------------------------------------------------------------------------
 
 inline int padded(const Problem& p) { return padded_head_dim(p.head_dim, p.head_dim_v); }
+inline int split_padded(const Problem& p) { return padded_split_head_dim(p.head_dim, p.head_dim_v); }
 inline SmemClass class_of(Dev d) { return smem_class(d.cc_major, d.smem_per_block); }
 // Problem::score_factor, which a request does not have yet.
 inline float factor_of(const Problem& p) { return p.softmax_scale > 0.f ? 1.f : p.softmax_scale < 0.f ? -1.f : 0.f; }
@@ -65,6 +66,26 @@ inline int64_t merge_ctas(int64_t rows, int splits) {
 }
 // Work tiles are fetched where that is wanted and CTAs have more than one.
 inline void set_dynamic(Launch& l, bool wanted) { l.dynamic = wanted && l.tiles > l.ctas; }
+// The same of the one launch of a plan that has a counter.
+inline void set_dynamic(Plan& p, Launch& l, bool wanted) {
+  set_dynamic(l, wanted);
+  p.workspace.tile_counters = p.workspace.add(l.dynamic ? sm90::kCounterBytes : 0);
+}
+// Each of `ctas` keeps what it has between two stretches of keys.
+inline void add_stretches(Plan& p, bool wanted, int64_t ctas, const sm90::FwdTile& t, int head_dim_v) {
+  p.workspace.kv_stretches = p.workspace.add(wanted ? 4 * ctas * sm90::kept_floats(t, head_dim_v) : 0);
+}
+// Keys in so many parts of `rows` rows each, query heads times queries, with the place of what parts leave.
+inline void add_kv_partials(const Problem& x, Plan& p, int parts, int64_t rows) {
+  SplitGrid& g = p.split_kv;
+  g.splits = p.kv_splits = parts;
+  g.total_rows = rows;
+  g.pitch = (x.head_dim_v + 3) / 4 * 4;
+  g.stats_bytes = (8 * g.splits * g.total_rows + 15) / 16 * 16;
+  g.parts = Divisor(static_cast<uint32_t>(parts));
+  g.heads = Divisor(static_cast<uint32_t>(x.num_heads));
+  p.workspace.kv_partials = p.workspace.add(g.workspace_bytes());
+}
 // at_most: CTAs of a persistent kernel, 0 where each has one tile.
 inline Launch main_of(KernelId k, int d, int dv, int m, int n, int stages, int threads, int smem, int64_t tiles,
                       int at_most) {

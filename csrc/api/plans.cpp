@@ -192,6 +192,61 @@ DeviceInfo device_named(int device, const std::optional<std::array<int, 5>>& gpu
   return info;
 }
 
+void check_cache(const CacheWords& words, const Problem& p, bool is_backward) {
+  const auto& [layout, elements, page_size] = words;
+  if (is_backward) throw py::value_error("attention over a cache has no backward");
+  if (layout == "rows" && !p.is_varlen()) throw py::value_error("rows of a cache go with packed queries");
+  if (!elements.empty() && (p.head_dim % 16 != 0 || p.head_dim_v % 16 != 0)) {
+    throw py::value_error("head_dim of a cache of 8 bits must be a multiple of 16");
+  }
+}
+
+// Lengths of queries and keys: of a sequence, or of all packed ones.
+void set_rows(Problem& p, bool packed, int64_t queries, int64_t keys) {
+  if (packed) {
+    p.cu_seqlens_q = p.cu_seqlens_k = &kSomething;
+    p.total_q = queries;
+    p.total_k = keys;
+  } else {
+    p.seqlen_q = static_cast<int32_t>(queries);
+    p.seqlen_k = static_cast<int32_t>(keys);
+    p.total_q = p.batch * queries;
+    p.total_k = p.batch * keys;
+  }
+}
+
+// Raises where what is asked for does not go together.
+void check_request(const Request& r, const NamedModifiers& named) {
+  const bool is_backward = r.direction == Direction::kBackward, is_fp8 = r.operands != Operands::k16Bit;
+  const bool in_16_bits = r.cache != nullptr && r.cache_type == CacheType::k16Bit;
+  if (r.has_latents && (is_backward || !in_16_bits)) {
+    throw py::value_error("head_dim 576 of which v has 512 is that of a cache of latents: a forward over 16 bits");
+  }
+  if (is_fp8 && is_backward) throw py::value_error("backwards have no fp8 kernel");
+  if (is_fp8 && r.cache != nullptr) {
+    throw py::value_error("the fp8 forward has no cache; words for one are e4m3 and int8");
+  }
+  if (r.has_own_lengths && !is_fp8) {
+    throw py::value_error(
+        "seqused goes with fp8, any_fp8 or mixed; over a cache every sequence has a length of its own");
+  }
+  if (r.has_slot_factors && (r.cache == nullptr || in_16_bits)) {
+    throw py::value_error("factors of slots go with a cache of 8 bits");
+  }
+  if (!r.need_qkv && !(is_backward && named.wants_gradient())) {
+    throw py::value_error("without gradients of q, k and v a backward must want another one, as bias_gradient");
+  }
+}
+
+Plan found_plan(const Request& request, const DeviceInfo& info, const Path& path) {
+  const Plan found = plan(request, info, path.arch);
+  if (!found.row.empty()) return found;
+  const std::string row(request.constraints.row), backend = "backend " + std::string(path.name);
+  if (!row.empty()) throw py::value_error(backend + " has no row '" + row + "' for this call");
+  const bool is_fp8 = request.operands != Operands::k16Bit;
+  throw py::value_error(backend + " has no " + (is_fp8 ? "fp8 " : "") + "kernel for this call");
+}
+
 // What would be launched for a problem given by numbers alone; no tensor and, with every fact of
 // the device given through switches, no GPU either.
 py::dict plan_of_numbers(const std::string& direction_name, const std::string& dtype, int32_t batch, int64_t seqlen_q,
@@ -213,16 +268,6 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
         "head sizes must be at least 1, batch, heads and lengths at least 0, and num_heads a multiple "
         "of num_heads_k");
   }
-  KvCache cache;
-  if (cache_words) {
-    if (is_backward) throw py::value_error("attention over a cache has no backward");
-    if (std::get<0>(*cache_words) == "rows" && !packed) throw py::value_error("rows of a cache go with packed queries");
-    if (!std::get<1>(*cache_words).empty() && (head_dim % 16 != 0 || head_dim_v % 16 != 0)) {
-      throw py::value_error("head_dim of a cache of 8 bits must be a multiple of 16");
-    }
-    cache = cache_of(*cache_words, seqlen_k, batch);
-    seqlen_k = cache.max_keys;
-  }
   Problem p;
   p.dtype = dtype_named(dtype);
   p.batch = batch;
@@ -230,78 +275,51 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
   p.num_heads_k = num_heads_k;
   p.head_dim = head_dim;
   p.head_dim_v = head_dim_v;
-  if (packed) {
-    p.cu_seqlens_q = p.cu_seqlens_k = &kSomething;
-    p.total_q = seqlen_q;
-    p.total_k = seqlen_k;
-  } else {
-    p.seqlen_q = static_cast<int32_t>(seqlen_q);
-    p.seqlen_k = static_cast<int32_t>(seqlen_k);
-    p.total_q = batch * seqlen_q;
-    p.total_k = batch * seqlen_k;
+  set_rows(p, packed, seqlen_q, seqlen_k);
+  KvCache cache;
+  if (cache_words) {
+    check_cache(*cache_words, p, is_backward);
+    cache = cache_of(*cache_words, seqlen_k, batch);
+    set_rows(p, packed, seqlen_q, cache.max_keys);
   }
   set_window(p, window_size_left, window_size_right);
   p.softmax_scale = 1.f / std::sqrt(static_cast<float>(head_dim));
   p.tma_ready = tma;
-  const DeviceInfo info = device_named(device, gpu);
-  const bool in_16_bits = cache_words && cache_type_named(std::get<1>(*cache_words)) == CacheType::k16Bit;
-  if (has_latent_sizes(p) && (is_backward || !in_16_bits)) {
-    throw py::value_error("head_dim 576 of which v has 512 is that of a cache of latents: a forward over 16 bits");
-  }
-  const Operands operands = operands_named(modifiers);
-  const bool is_quantised = operands != Operands::k16Bit;
-  if (is_quantised && is_backward) throw py::value_error("backwards have no fp8 kernel");
-  const NamedModifiers named(is_quantised ? std::vector<std::string>() : modifiers, p, cache_words.has_value());
-  if (is_quantised && cache_words)
-    throw py::value_error("the fp8 forward has no cache; words for one are e4m3 and int8");
-  if (own_lengths && !is_quantised) {
-    throw py::value_error(
-        "seqused goes with fp8, any_fp8 or mixed; over a cache every sequence has a length of its own");
-  }
-  if (slot_factors && (!cache_words || in_16_bits)) {
-    throw py::value_error("factors of slots go with a cache of 8 bits");
-  }
-  if (!need_qkv && !(is_backward && named.wants_gradient())) {
-    throw py::value_error("without gradients of q, k and v a backward must want another one, as bias_gradient");
-  }
 
+  const DeviceInfo info = device_named(device, gpu);
+  const Operands operands = operands_named(modifiers);
+  const bool is_fp8 = operands != Operands::k16Bit;
+  const NamedModifiers named(is_fp8 ? std::vector<std::string>() : modifiers, p, cache_words.has_value());
+  Request request{.direction = direction,
+                  .problem = p,
+                  .operands = operands,
+                  .has_own_lengths = own_lengths,
+                  .deterministic = deterministic || info.batch_invariant,
+                  .need_qkv = need_qkv,
+                  .dbias = named.wants_dbias ? &named.dbias : nullptr,
+                  .dslopes = named.wants_dslopes ? &named.dslopes : nullptr,
+                  .cache = cache_words ? &cache : nullptr,
+                  .cache_type = cache_words ? cache_type_named(std::get<1>(*cache_words)) : CacheType::k16Bit,
+                  .has_slot_factors = slot_factors,
+                  .has_latents = has_latent_sizes(p),
+                  .most_queries = cache_words ? max_seqlen[0] : 0,
+                  .most_keys = cache_words ? max_seqlen[1] : 0};
+  check_request(request, named);
   Choice choice;
   const std::string text = backend.value_or("");
   const std::string error = parse_choice(text, choice);
   if (!error.empty()) throw py::value_error("backend: " + error);
+  request.constraints = choice.constraints;
+  // Where nothing but sinks is asked for, gradients of q, k and v are those of a plain call, and so are the kernels over a
+  // cache.
+  const bool has_sinks_alone = modifiers.size() == 1 && modifiers[0].starts_with("sinks");
+  const bool runs_plain =
+      is_fp8 || modifiers.empty() || (has_sinks_alone && (is_backward ? need_qkv : cache_words.has_value()));
+  if (!runs_plain) request.modifiers = &named.modifiers;
 
   py::dict result;
   if (const Path* path = choose_path(p, info, choice.path)) {
-    Request request{.direction = direction,
-                    .problem = p,
-                    .deterministic = deterministic || info.batch_invariant,
-                    .need_qkv = need_qkv,
-                    .constraints = choice.constraints};
-    // Where nothing but sinks is asked for, gradients of q, k and v are those of a plain call, and so are the kernels over a
-    // cache.
-    const bool has_sinks_alone = modifiers.size() == 1 && modifiers[0].starts_with("sinks");
-    const bool runs_plain =
-        is_quantised || modifiers.empty() || (has_sinks_alone && (is_backward ? need_qkv : cache_words.has_value()));
-    if (!runs_plain) request.modifiers = &named.modifiers;
-    request.operands = operands;
-    request.has_own_lengths = own_lengths;
-    if (named.wants_dbias) request.dbias = &named.dbias;
-    if (named.wants_dslopes) request.dslopes = &named.dslopes;
-    if (cache_words) {
-      request.cache = &cache;
-      request.cache_type = cache_type_named(std::get<1>(*cache_words));
-      request.has_slot_factors = slot_factors;
-      request.has_latents = has_latent_sizes(p);
-      request.most_queries = max_seqlen[0], request.most_keys = max_seqlen[1];
-    }
-    const Plan found = plan(request, info, path->arch);
-    if (found.row.empty()) {
-      if (is_quantised)
-        throw py::value_error("backend " + std::string(path->name) + " has no fp8 kernel for this call");
-      const std::string row(choice.constraints.row);
-      throw py::value_error("backend " + std::string(path->name) + " has no row '" + row + "' for this call");
-    }
-    result = dict_of(found);
+    result = dict_of(found_plan(request, info, *path));
     if (runs_plain && named.wants_dsinks) {
       request.modifiers = &named.modifiers;
       request.need_qkv = false;

@@ -6,7 +6,8 @@
 // one in turn forms the scores, raises the maxima, and hands weights and maxima to the other one. Then both multiply the
 // weights by their half of the columns. Maxima are exact, because scores are a small part of the work.
 //
-// Named barriers from kExchangeBarrier on: weights of the tiles in either stage are there; sums of both are there.
+// Named barriers from kExchangeBarrier on: weights of the tile in a stage are there, one for each stage; sums of both
+// warpgroups are there.
 //
 // Shared memory, 128-byte swizzled tiles first:
 //   ring [2] of 64 keys, Q of 64 rows: 9 chunks of 64 columns each
@@ -29,7 +30,7 @@ struct LatentTraits {
   static constexpr bool kParts = true, kHasValues = false;  // keys are values as well, so a tile comes once
   static constexpr int kHeadDim = LatentTile::kHeadDim, kHeadDimV = LatentTile::kHeadDimV;
   static constexpr int kBlockM = LatentTile::kRows, kBlockN = LatentTile::kKeys, kThreads = LatentTile::kThreads;
-  static constexpr int kConsumers = 2, kConsumerRegs = 232, kProducerRegs = 40;
+  static constexpr int kConsumers = 2, kConsumerThreads = 128 * kConsumers, kConsumerRegs = 232, kProducerRegs = 40;
   static constexpr int kKvStages = LatentTile::kKvStages, kQStages = 1, kWorkStages = 4;
   static constexpr int kChunkColumns = 64, kChunks = chunks_of(kHeadDim), kChunksV = 0, kChunkBytes = 64 * 128;
   static constexpr int kQBytes = LatentTile::kTileBytes, kStageBytes = LatentTile::kTileBytes;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void join_sums(uint32_t smem, int turn, int group, in
     }
   }
   debug_delay();
-  ptx::bar_sync(ptx::kExchangeBarrier + 2, 256);
+  ptx::bar_sync(ptx::kExchangeBarrier + T::kKvStages, T::kConsumerThreads);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float first = __uint_as_float(ptx::load_shared_word(at + half * 32));
@@ -166,10 +167,10 @@ __device__ __forceinline__ void consume_latents(const PackedFwdArgs& a, uint32_t
         weights_by_maximum<E>(s, p, state, factor, scale);
         other.give(p, state, lane);
         debug_delay();
-        ptx::bar_arrive(ptx::kExchangeBarrier + ring.stage, 256);
+        ptx::bar_arrive(ptx::kExchangeBarrier + ring.stage, T::kConsumerThreads);
       } else {
         debug_delay();
-        ptx::bar_sync(ptx::kExchangeBarrier + ring.stage, 256);
+        ptx::bar_sync(ptx::kExchangeBarrier + ring.stage, T::kConsumerThreads);
         other.take(p, state, factor);
       }
       ptx::warpgroup_fence_operand(o);

@@ -121,8 +121,8 @@ class ModifiedAttentionFunction : public torch::autograd::Function<ModifiedAtten
 
   // bias, slopes and sinks stand in `a` as well; here autograd sees them.
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const OptionalTensor& bias, const OptionalTensor& slopes, const OptionalTensor& sinks,
-                               CallArgs a) {
+                               const OptionalTensor& /*bias*/, const OptionalTensor& /*slopes*/,
+                               const OptionalTensor& /*sinks*/, CallArgs a) {
     a.deterministic = is_deterministic(a.deterministic);
     a.want_lse = true;
     FwdModResult result;

@@ -8,7 +8,7 @@
 namespace flash_ext {
 
 // What all draws of one head of one sequence share, made once and kept in shared memory: keys of all rounds and half
-// of the counter. Made anew for every 32 scores of a thread they were a third of dropout's cost.
+// of the counter. Made anew for every 32 scores of a thread they would be a third of dropout's cost.
 struct __align__(16) DropKeys {
   uint2 rounds[kPhiloxRounds];
   uint2 counter;

@@ -57,7 +57,7 @@ __device__ __forceinline__ bool is_used(const int32_t* used, const int32_t* boun
 __host__ __device__ constexpr int lanes_of_row(int columns) { return columns <= 64 ? 8 : columns <= 128 ? 16 : 32; }
 
 // Eight columns, a multiple of 8 on, of kCount rows behind row `start`: those of which row_of(i) is below `count`, else zeros.
-// All rows are asked for before one is used: one after the other they took 2 to 3 times as long.
+// All rows are asked for before one is used, so that the loads are under way together.
 template <int kCount, typename RowOf>
 __device__ __forceinline__ void load_rows(uint4 (&x)[kCount], const StridedView& view, int b, int64_t start, int h,
                                           int column, int count, const RowOf& row_of) {

@@ -88,10 +88,9 @@ __device__ __forceinline__ void quad_maxima(const float (&s)[kCount], float (&la
 }
 
 // The maximum of a quarter of the first tile, as a first guess, which try_weights() checks. A warp some of whose rows
-// do not see the end of that quarter has a limit that is 2^5 times as high, sums up to 2^11. A row that sees a key or
-// two there guesses far below what the next tile holds: under a causal mask every tenth tile of 512 normal rows
-// (head_dim 64) was done again, and none is now. A guess 2^5 higher would be the same in bf16; in fp16 it takes 5 bits
-// of weights below 2^-14.
+// do not see the end of that quarter has a limit that is 2^5 times as high, sums up to 2^11: a row that sees a key or two
+// there guesses far below what the next tile holds, which would then be done again. A guess that is 2^5 higher would do the
+// same in bf16, but in fp16 it takes 5 bits of weights below 2^-14.
 template <int kCount>
 __device__ __forceinline__ void guess_maximum(const float (&s)[kCount], RowState& state, float scale) {
   constexpr int kLast = 4 * (kCount / 16 - 1) + 1;  // of the quarter, in the first row

@@ -42,13 +42,9 @@ __device__ __forceinline__ const uint32_t* round_before(const DqPoolView& pool, 
 }
 
 __device__ __forceinline__ void wait_for_count(const uint32_t* word, uint32_t count) {
-#if FLASH_EXT_DEBUG
-  int tries = 0;
-#endif
+  TriesOfWait tries;
   while (ptx::load_acquire(word) != count) {
-#if FLASH_EXT_DEBUG
-    if (++tries > 50'000'000) __trap();  // an error instead of a hang
-#endif
+    tries.add();
   }
 }
 

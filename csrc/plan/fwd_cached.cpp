@@ -217,7 +217,7 @@ RowRange push_few_cached(Req r, Dev d, bool leaves_longer, Plan& p, Larger kind 
   const bool divides = few && (r.modifiers != nullptr || quantized) && !d.batch_invariant;
   const int64_t divided = kind == Larger::kPacked ? std::min(rows, most_packed_rows(x))
                           : divides               ? kDividedRows
-                          : larger                  ? kLargerRows
+                          : larger                ? kLargerRows
                                                   : kNarrowRows;
   const KvCacheGrid c = cached_grid(r, d, rows, divided, kind);
   const int narrow_rows = narrow ? kNarrowRows : 0;  // sequences of up to so many have tiles of 16 rows

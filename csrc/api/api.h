@@ -19,11 +19,13 @@ template <typename R>
 using BackwardOf = R(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                      const Tensor& lse, const CallArgs& args);
 
-// Calls through the dispatcher (api/ops.cpp).
-ForwardOf<FwdResult> call_fwd;
+// Calls through the dispatcher, so that every mode and tensor subclass sees the operator (api/ops.cpp).
+ForwardOf<FwdResult> call_fwd, call_fwd_cached;
 BackwardOf<BwdResult> call_bwd;
 ForwardOf<FwdModResult> call_fwd_mod;
 BackwardOf<BwdModResult> call_bwd_mod;
+void call_append_kv(const Tensor& k_new, const Tensor& v_new, const AppendArgs& args);
+AppendBehindResult call_append_behind(const Tensor& k_new, const Tensor& v_new, const AppendBehindArgs& args);
 
 // The implementations for GPUs of calls without modifiers, below the dispatcher and behind the checks: results go into
 // `out` and `gradients`, which have the results' shapes and a unit last stride (api/ops.cpp).

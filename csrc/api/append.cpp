@@ -1,5 +1,6 @@
 // flash_ext::append_kv and flash_ext::append_behind: new keys and values go into a cache in place, keys turned by their
 // positions. The second finds places from lengths, which makes a step of a server one launch.
+#include <ATen/core/grad_mode.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>

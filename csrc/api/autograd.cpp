@@ -12,6 +12,8 @@
 #include <utility>
 
 #include "api.h"
+#include "checks.h"
+#include "operators.h"
 #include "tangents.h"
 
 namespace flash_ext {
@@ -239,6 +241,16 @@ Result bwd_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const 
                             or_none(a.slopes), or_none(a.sinks));
 }
 
+FwdResult fwd_cached_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  check_cached_gradients(q, k, v, a);
+  for (const Tensor* t : {&q, &k, &v}) refuse_tangent(*t);
+  for (const OptionalTensor* t : {&a.bias, &a.slopes, &a.sinks}) {
+    if (t->has_value()) refuse_tangent(**t);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return call_fwd_cached(q, k, v, a);
+}
+
 // ---- autocast -----------------------------------------------------------------------------------
 
 // Tensors in the dtype of the autocast region, which what it is made for does not see.
@@ -288,12 +300,25 @@ BwdModResult bwd_mod_autocast(const Tensor& dout, const Tensor& q, const Tensor&
   return call_bwd_mod(cast(dout), own_q, cast(k), cast(v), cast(out), lse, with_cast_bias(a, own_q));
 }
 
+// q takes the dtype of the cache, which is not copied; beside one of 8 bits that of autocast. A bias in another becomes float32.
+template <c10::DeviceType kDevice>
+FwdResult fwd_cached_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  if (is_quantized(k) && checks::is_reduced(q.scalar_type())) return call_fwd_cached(q, k, v, a);
+  const auto dtype = is_quantized(k) ? at::autocast::get_autocast_dtype(kDevice) : k.scalar_type();
+  CallArgs own = a;
+  if (a.bias.has_value() && a.bias->scalar_type() != dtype) own.bias = a.bias->to(at::kFloat);
+  return call_fwd_cached(at::autocast::cached_cast(dtype, q, kDevice), k, v, own);
+}
+
 template <c10::DeviceType kDevice>
 void implement_autocast(torch::Library& m) {
   m.impl("fwd", &FwdOperator::entry<fwd_autocast<kDevice>>);
   m.impl("bwd", &BwdOperator::entry<bwd_autocast<kDevice>>);
   m.impl("fwd_mod", &FwdModOperator::entry<fwd_mod_autocast<kDevice>>);
   m.impl("bwd_mod", &BwdModOperator::entry<bwd_mod_autocast<kDevice>>);
+  m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_autocast<kDevice>>);
 }
 
 }  // namespace
@@ -303,6 +328,7 @@ TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) {
   m.impl("fwd_mod", &FwdModOperator::entry<fwd_mod_autograd>);
   m.impl("bwd", &BwdOperator::entry<bwd_autograd<BwdResult, call_bwd>>);
   m.impl("bwd_mod", &BwdModOperator::entry<bwd_autograd<BwdModResult, call_bwd_mod>>);
+  m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_autograd>);
 }
 
 TORCH_LIBRARY_IMPL(flash_ext, AutocastCUDA, m) { implement_autocast<c10::DeviceType::CUDA>(m); }

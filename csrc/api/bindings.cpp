@@ -9,6 +9,7 @@
 
 #include "../build_info.h"
 #include "api.h"
+#include "operators.h"
 #include "plans.h"
 #include "prepared.h"
 #include "tensors.h"
@@ -82,15 +83,7 @@ FwdResult fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const Op
   a.want_lse = want_lse, a.tree = tree;
   a.k_descale = k_descale, a.v_descale = v_descale;
   a.mask = mask, a.document_q = document_q, a.document_k = document_k, a.bias = bias;
-  return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
-}
-
-// And of flash_ext::append_kv and flash_ext::append_behind.
-void append_kv(const Tensor& k_new, const Tensor& v_new, const AppendArgs& a) {
-  AppendOperator::call("flash_ext::append_kv", k_new, v_new, a);
-}
-AppendBehindResult append_behind(const Tensor& k_new, const Tensor& v_new, const AppendBehindArgs& a) {
-  return AppendBehindOperator::call("flash_ext::append_behind", k_new, v_new, a);
+  return call_fwd_cached(q, k, v, a);
 }
 
 // ---- calls with a mask or a bias that was prepared ------------------------------------------------
@@ -178,8 +171,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("window_size_left"), py::arg("window_size_right"), py::arg("deterministic"), py::arg("backend"),
         py::arg("want_lse") = true);
   m.def("fwd_cached", wrap_pybind_function_no_gil(fwd_cached));
-  m.def("append_kv", wrap_pybind_function_no_gil(&AppendOperator::entry<append_kv>));
-  m.def("append_behind", wrap_pybind_function_no_gil(&AppendBehindOperator::entry<append_behind>));
+  m.def("append_kv", wrap_pybind_function_no_gil(&AppendOperator::entry<call_append_kv>));
+  m.def("append_behind", wrap_pybind_function_no_gil(&AppendBehindOperator::entry<call_append_behind>));
   m.def("bwd",
         wrap_pybind_function_no_gil(bwd<OptionalTensor, OptionalTensor, OptionalInt, OptionalInt, std::optional<double>,
                                         bool, int64_t, int64_t, bool, std::optional<std::string>>),

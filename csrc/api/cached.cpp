@@ -1,14 +1,13 @@
 // The forward over a cache of keys and values: lengths and pages are on the device, and nothing has a gradient.
-#include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/library.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <limits>
+#include <utility>
 
 #include "../path_choice.h"
 #include "api.h"
 #include "checks.h"
-#include "tangents.h"
 #include "tensors.h"
 
 namespace flash_ext {
@@ -83,29 +82,6 @@ Problem cached_problem(const Tensor& q, const Tensor& k, const Tensor& v, const 
   // Of a dense q: the longest sequence there may be decides which bounds hide nothing, hence nothing of a shorter one.
   set_window(p, a.window_size_left.expect_int(), a.window_size_right.expect_int());
   return p;
-}
-
-FwdResult fwd_cached_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
-  check_cached_gradients(q, k, v, a);
-  for (const Tensor* t : {&q, &k, &v}) refuse_tangent(*t);
-  for (const OptionalTensor* t : {&a.bias, &a.slopes, &a.sinks}) {
-    if (t->has_value()) refuse_tangent(**t);
-  }
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
-}
-
-// q takes the dtype of the cache, which is not copied; beside one of 8 bits that of autocast. A bias in another becomes float32.
-template <c10::DeviceType kDevice>
-FwdResult fwd_cached_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  if (is_quantized(k) && checks::is_reduced(q.scalar_type()))
-    return FwdCachedOperator::call("flash_ext::fwd_cached", q, k, v, a);
-  const auto dtype = is_quantized(k) ? at::autocast::get_autocast_dtype(kDevice) : k.scalar_type();
-  CallArgs own = a;
-  if (a.bias.has_value() && a.bias->scalar_type() != dtype) own.bias = a.bias->to(at::kFloat);
-  return FwdCachedOperator::call("flash_ext::fwd_cached", at::autocast::cached_cast(dtype, q, kDevice), k, v, own);
 }
 
 }  // namespace
@@ -188,16 +164,6 @@ FwdResult fwd_cached_gpu(const Tensor& given_q, const Tensor& k, const Tensor& v
                        .cache = cache,
                        .quantized = quantized});
   return {out, lse};
-}
-
-TORCH_LIBRARY_IMPL(flash_ext, Autograd, m) { m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_autograd>); }
-
-TORCH_LIBRARY_IMPL(flash_ext, AutocastCUDA, m) {
-  m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_autocast<c10::DeviceType::CUDA>>);
-}
-
-TORCH_LIBRARY_IMPL(flash_ext, AutocastCPU, m) {
-  m.impl("fwd_cached", &FwdCachedOperator::entry<fwd_cached_autocast<c10::DeviceType::CPU>>);
 }
 
 }  // namespace flash_ext

@@ -1,4 +1,5 @@
 // The operators: schemas, the implementation for GPUs, and the calls into the dispatcher.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
@@ -10,6 +11,7 @@
 #include <utility>
 
 #include "api.h"
+#include "operators.h"
 #include "tensors.h"
 
 namespace flash_ext {
@@ -261,6 +263,11 @@ void implement(torch::Library& m) {
   m.impl("quantize_fp8", &QuantizeOperator::entry<quantize_fp8_gpu>);
 }
 
+template <typename Op>
+auto handle_of(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<typename Op::Signature>();
+}
+
 }  // namespace
 
 FwdResult fwd_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
@@ -277,18 +284,34 @@ BwdResult bwd_into(const BwdResult& gradients, const Tensor& dout, const Tensor&
 // ---- dispatcher ---------------------------------------------------------------------------------
 
 FwdResult call_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
-  return FwdOperator::call("flash_ext::fwd", q, k, v, a);
+  static const auto op = handle_of<FwdOperator>("flash_ext::fwd");
+  return FwdOperator::call(op, q, k, v, a);
 }
 BwdResult call_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                    const Tensor& lse, const CallArgs& a) {
-  return BwdOperator::call("flash_ext::bwd", dout, q, k, v, out, lse, a);
+  static const auto op = handle_of<BwdOperator>("flash_ext::bwd");
+  return BwdOperator::call(op, dout, q, k, v, out, lse, a);
 }
 FwdModResult call_fwd_mod(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
-  return FwdModOperator::call("flash_ext::fwd_mod", q, k, v, a);
+  static const auto op = handle_of<FwdModOperator>("flash_ext::fwd_mod");
+  return FwdModOperator::call(op, q, k, v, a);
 }
 BwdModResult call_bwd_mod(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                           const Tensor& lse, const CallArgs& a) {
-  return BwdModOperator::call("flash_ext::bwd_mod", dout, q, k, v, out, lse, a);
+  static const auto op = handle_of<BwdModOperator>("flash_ext::bwd_mod");
+  return BwdModOperator::call(op, dout, q, k, v, out, lse, a);
+}
+FwdResult call_fwd_cached(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
+  static const auto op = handle_of<FwdCachedOperator>("flash_ext::fwd_cached");
+  return FwdCachedOperator::call(op, q, k, v, a);
+}
+void call_append_kv(const Tensor& k_new, const Tensor& v_new, const AppendArgs& a) {
+  static const auto op = handle_of<AppendOperator>("flash_ext::append_kv");
+  AppendOperator::call(op, k_new, v_new, a);
+}
+AppendBehindResult call_append_behind(const Tensor& k_new, const Tensor& v_new, const AppendBehindArgs& a) {
+  static const auto op = handle_of<AppendBehindOperator>("flash_ext::append_behind");
+  return AppendBehindOperator::call(op, k_new, v_new, a);
 }
 
 void use_null_kernels_on_cpu(bool enable) {

@@ -1,7 +1,7 @@
 // What tests and tools see of plans: that of a call in words, those of the latest launches, and the switches that tests turn.
 #include "plans.h"
 
-#include <torch/csrc/utils/pybind.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <array>

@@ -7,6 +7,7 @@
 
 #include "api.h"
 #include "checks.h"
+#include "operators.h"
 #include "tensors.h"
 
 namespace flash_ext {

@@ -156,6 +156,15 @@ def test_torch_stays_in_the_op_layer():
     assert findings(others, TORCH_HEADER) == []
 
 
+HEAVY_HEADER = re.compile(r"#\s*include\s*<(torch/|ATen/(core/dispatch|ATen\.h|autocast_mode|Functions\.h))")
+
+
+def test_headers_of_the_binding_read_little_of_torch():
+    """The dispatcher's headers take a second or two a file, and another torch compiles all of them again."""
+    shared = [path for path in (CSRC / "api").glob("*.h") if path.name != "sdpa_replaced.h"]
+    assert findings(shared, HEAVY_HEADER) == []
+
+
 def test_host_headers_need_no_cuda():
     host = [path for path in cpp_files() if path.suffix in (".h", ".cpp") and path.name != "launch.h"]
     assert findings(host, CUDA_HEADER) == []

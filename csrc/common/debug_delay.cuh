@@ -1,9 +1,8 @@
-// Random pauses of warps around barriers, in debug builds: what is right only by luck of timing then goes wrong. And waits
-// that end.
+// Random pauses of warps around barriers, in debug builds: what is right only by luck of timing then goes wrong.
 //
 // The environment variable FLASH_EXT_DEBUG_DELAY_SEED, read at every launch, chooses the pauses; without it, or with
-// 0, there are none. tests/tools/race_delays.py compares 200 seeds with that. The sm80 kernels wait in hardware barriers and
-// for cp.async groups, never in a loop of their own.
+// 0, there are none. tests/tools/race_delays.py compares 200 seeds with that. No time-outs go with it: the sm80 kernels
+// wait in hardware barriers and for cp.async groups, never in a loop of their own; the pass that does has one itself.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -52,21 +51,10 @@ __device__ __forceinline__ void debug_delay() {
   __syncwarp();
 }
 
-// Of a loop that waits: traps after some seconds, which is an error instead of a hang.
-struct TriesOfWait {
-  int count = 0;
-  __device__ __forceinline__ void add() {
-    if (++count > 50'000'000) __trap();
-  }
-};
-
 #else
 
 inline cudaError_t set_debug_delays(void*) { return cudaSuccess; }
 __device__ __forceinline__ void debug_delay() {}
-struct TriesOfWait {
-  __device__ __forceinline__ void add() {}
-};
 
 #endif
 

@@ -348,6 +348,7 @@ __device__ __forceinline__ uint2 bytes_as_half(uint32_t bytes) {
   }
 }
 
+// Named barriers: `threads` is the number of threads that arrive or wait, a multiple of 32.
 // Named barriers of a CTA; 0 is that of __syncthreads(). Of the first three a kernel uses one.
 enum NamedBarrier : int {
   kPingpongBarrier = 1,  // + consumer warpgroup: whose products are next
@@ -357,7 +358,6 @@ enum NamedBarrier : int {
   kConverterBarrier = 15,  // the two warps that convert dQ meet
 };
 
-// `threads` is the number of those that arrive or wait, a multiple of 32.
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }

@@ -155,11 +155,15 @@ __device__ __forceinline__ void convert_dq(const BwdArgs& a, const BwdMaps& maps
     __syncwarp();
   };
   uint32_t tile = fetch();
-  TriesOfWait tries;
+#if FLASH_EXT_DEBUG
+  int tries = 0;
+#endif
 #pragma unroll 1
   while (tells || tile < pool.all_tiles) {
     debug_delay();
-    tries.add();
+#if FLASH_EXT_DEBUG
+    if (++tries > 50'000'000) __trap();  // an error instead of a hang
+#endif
     if (tells) tell();
     if (tile >= pool.all_tiles || !is_added(divide(tile, pool.round_tiles))) continue;
     convert(tile);

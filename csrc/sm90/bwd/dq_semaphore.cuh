@@ -27,10 +27,14 @@ __device__ __forceinline__ bool init_dq_semaphore(uint32_t* words, const AttnMod
 // warp-uniform; otherwise ptxas clones what follows.
 __device__ __forceinline__ bool wait_dq_semaphore(const uint32_t* word, uint32_t block, uint32_t seen) {
   debug_delay();
-  TriesOfWait tries;
+#if FLASH_EXT_DEBUG
+  int tries = 0;
+#endif
   while (__any_sync(ptx::kFullWarp, (seen & ~kFirst) != block)) {
     seen = ptx::load_acquire(word);
-    tries.add();
+#if FLASH_EXT_DEBUG
+    if (++tries > 50'000'000) __trap();  // an error instead of a hang
+#endif
   }
   return __any_sync(ptx::kFullWarp, (seen & kFirst) != 0);
 }
@@ -42,11 +46,15 @@ __device__ __forceinline__ int wait_dq_semaphores(const uint32_t* word, uint32_t
   debug_delay();
   const int lane = threadIdx.x % 32;
   uint32_t seen, come;
-  TriesOfWait tries;
+#if FLASH_EXT_DEBUG
+  int tries = 0;
+#endif
   do {
     seen = lane < count ? ptx::load_acquire(word - lane) : ~0u;
     come = __ballot_sync(ptx::kFullWarp, (seen & ~kFirst) == block);
-    tries.add();
+#if FLASH_EXT_DEBUG
+    if (++tries > 50'000'000) __trap();  // an error instead of a hang
+#endif
   } while ((come & 1) == 0);
   *firsts = __ballot_sync(ptx::kFullWarp, (seen & kFirst) != 0);
   __syncwarp();

@@ -114,8 +114,14 @@ struct Barriers {
 // All lanes poll: a hand-over then takes 107 clocks, and 500 when one lane polls for its warp.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t phase) {
   debug_delay();
-  TriesOfWait tries;
-  while (!ptx::mbarrier_try_wait(barrier, phase)) tries.add();
+#if FLASH_EXT_DEBUG
+  for (int tries = 0; !ptx::mbarrier_try_wait(barrier, phase); ++tries) {
+    if (tries > 50'000'000) __trap();  // an error instead of a hang
+  }
+#else
+  while (!ptx::mbarrier_try_wait(barrier, phase)) {
+  }
+#endif
 }
 
 // Position in a ring of stages, with the phase of the barrier to wait for.

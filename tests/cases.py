@@ -13,7 +13,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -40,9 +40,11 @@ class Case:
     Dense when ``lens_q`` is None: q (batch, seqlen_q, num_heads, head_dim). Packed otherwise: one sequence
     per entry of ``lens_q`` / ``lens_k``, then ``tail`` rows that belong to no sequence; ``batch``,
     ``seqlen_q`` and ``seqlen_k`` are then ignored.
-    """
 
-    PROGRAM: ClassVar[str] = "tests.tools.fuzz"  # repeats one with --repro
+    mods: names of what the call asks for beyond scale and window (``choices.py``). Without any the operators
+    are called, with some the public functions.
+    needs: with some, which inputs ask for a gradient, out of "qkv" and "mods" (biases, slopes and sinks).
+    """
 
     dtype: str = "bf16"
     batch: int = 1
@@ -67,6 +69,8 @@ class Case:
     backward: bool = True
     invalid: str = ""
     seed: int = 0
+    mods: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ("qkv", "mods")
 
     @property
     def is_packed(self) -> bool:
@@ -95,6 +99,14 @@ class Case:
         left, right = self.effective_window
         return AttnSpec(self.scale, left, right)
 
+    @property
+    def has_top_left(self) -> bool:
+        return "top" in self.mods
+
+    @property
+    def dropout_p(self) -> float:
+        return next((float(name[4:]) for name in self.mods if name.startswith("drop")), 0.0)
+
     def sequences(self) -> Iterator[tuple[int, int]]:
         """(seqlen_q, seqlen_k) of every sequence."""
         if self.is_packed:
@@ -112,13 +124,14 @@ class Case:
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> str:
-        """The fields that differ from the defaults, as one line of JSON."""
+        """The fields that differ from the defaults, modifiers first, as one line of JSON."""
         shown = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
             if getattr(self, f.name) != f.default
         }
-        return json.dumps(shown, separators=(",", ":"))
+        names = {name: ",".join(shown.pop(name)) for name in ("mods", "needs") if name in shown}
+        return json.dumps(names | shown, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Case:
@@ -127,6 +140,9 @@ class Case:
         for name in ("lens_q", "lens_k", "window"):
             if fields.get(name) is not None:
                 fields[name] = tuple(fields[name])
+        for name in ("mods", "needs"):
+            if name in fields:
+                fields[name] = tuple(filter(None, fields[name].split(",")))
         return Case(**fields)
 
     def __str__(self) -> str:
@@ -294,15 +310,17 @@ FACTORS: dict[str, tuple] = {
 
 def covering_cases(strength: int, seed: int = 0) -> list[Case]:
     """Cases in which every ``strength`` levels of different ``FACTORS`` occur together at least once."""
-    names = list(FACTORS)
-    rows = covering_array([len(FACTORS[name]) for name in names], strength, seed)
-    return [
-        _from_levels({name: FACTORS[name][level] for name, level in zip(names, row)}, index)
-        for index, row in enumerate(rows)
-    ]
+    return [from_levels(level, index) for index, level in enumerate(levels_of(FACTORS, strength, seed))]
 
 
-def _from_levels(level: dict[str, Any], index: int) -> Case:
+def levels_of(factors: dict[str, tuple], strength: int = 2, seed: int = 0) -> list[dict[str, Any]]:
+    """The rows of a covering array, each with a level of every factor by name."""
+    rows = covering_array([len(levels) for levels in factors.values()], strength, seed)
+    return [{name: levels[at] for (name, levels), at in zip(factors.items(), row)} for row in rows]
+
+
+def from_levels(level: dict[str, Any], index: int) -> Case:
+    """The case of one row; what else can change goes round with ``index``."""
     seqlen_q, seqlen_k = level["seqlens"]
     causal, window = level["mask"]
     head_dim, head_dim_v = level["head_dims"]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -219,31 +219,57 @@ def assert_same_special_values(name: str, got: Tensor, ref: Tensor) -> None:
             )
 
 
-def violations(errors: Errors, gate: Gate) -> list[str]:
-    """Which limits of ``gate`` are passed, in words; empty if none."""
-    limits = {
+def limits(errors: Errors, gate: Gate) -> dict[str, tuple[float, float]]:
+    """What was measured and the limit of it, by words."""
+    return {
         "rel-L2": (errors.rel_l2, gate.rel_l2),
         "worst row": (errors.worst_row, gate.worst_row),
         # Independent roundings alone give a mean of this many standard deviations about once in a million.
         "signed bias": (errors.signed_bias, gate.signed_bias + 5 * errors.bias_noise),
     }
-    return [f"{what} {v:.3g} > {limit:.3g}" for what, (v, limit) in limits.items() if not v <= limit]
 
 
-def assert_within_gates(name: str, got: Tensor, ref: Tensor, terms: int = 1) -> Errors:
+def violations(errors: Errors, gate: Gate) -> list[str]:
+    """Which limits of ``gate`` are passed, in words; empty if none."""
+    found = limits(errors, gate)
+    return [f"{what} {v:.3g} > {limit:.3g}" for what, (v, limit) in found.items() if not v <= limit]
+
+
+def gate_of(name: str, dtype: torch.dtype, modified: bool = False) -> Gate:
+    """The gate of out, dq, dk, dv or, of a call with modifiers, of dbias.
+
+    The gradient of a bias, a sum of dS that nothing rounds before, has the gate of dq. With modifiers the
+    worst row of dk in fp16 is that of bf16, since keys that few queries see occur in both types there.
+    """
+    gate = GATES[dtype]["dq" if name == "dbias" else name]
+    if name != "dk" or not modified:
+        return gate
+    of_bf16 = GATES[torch.bfloat16]["dk"].worst_row / UNIT_ROUNDOFF[torch.bfloat16]
+    return replace(gate, worst_row=of_bf16 * UNIT_ROUNDOFF[dtype])
+
+
+def measure_for(gate: Gate, name: str, got: Tensor, ref: Tensor, dtype: torch.dtype, terms: int) -> Errors:
+    """The errors that ``gate`` limits, of a call in ``dtype``; special values stand where they should.
+
+    Args:
+        terms: how many rounded terms each element sums. It matters only where they are subnormal numbers,
+            whose absolute errors add up.
+    """
+    assert_same_special_values(name, got, ref)
+    info = torch.finfo(dtype)
+    return measure(got, ref, gate.row_floor, quantum=info.tiny * info.eps * math.sqrt(terms))
+
+
+def assert_within_gates(name: str, got: Tensor, ref: Tensor) -> Errors:
     """Judges one tensor by the gates of its dtype and returns its errors, for calibration and reports.
 
     Args:
         name: "out", "dq", "dk" or "dv", optionally followed by a space and more words for the message.
         got: the result, in the dtype whose gates apply.
         ref: the truth, float64.
-        terms: how many rounded terms each element sums. It matters only where they are subnormal numbers,
-            whose absolute errors add up.
     """
     gate = GATES[got.dtype][name.split(maxsplit=1)[0]]
-    assert_same_special_values(name, got, ref)
-    info = torch.finfo(got.dtype)
-    errors = measure(got, ref, gate.row_floor, quantum=info.tiny * info.eps * math.sqrt(terms))
+    errors = measure_for(gate, name, got, ref, got.dtype, terms=1)
     failed = violations(errors, gate)
     if failed:
         raise AssertionError(f"{name} ({got.dtype}): {'; '.join(failed)}\n  {errors}")

@@ -1,7 +1,7 @@
 """A model of the kernels with modifiers: the CPU backend, rounding where tensor cores must; planted bugs.
 
 Weights, dS and what they are multiplied with pass through the 16-bit type before every product; sums are
-fp32. It tells on any machine whether ``modifier_probes.py`` and ``modifier_gates.py`` are right: without a
+fp32. It tells on any machine whether ``modifier_probes.py`` and ``gates.py`` are right: without a
 bug both pass, and each bug fails one.
 """
 

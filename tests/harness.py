@@ -16,18 +16,23 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import flash_ext
 from flash_ext._ops.library import _C
 from flash_ext._ops.spec import AttnSpec
 from tests import probes
 from tests.cases import Case
-from tests.inputs import POISON_BYTE, Inputs, make_inputs, tensor_shapes
+from tests.inputs import Inputs, make_inputs
 from tests.judge import NoiseError, judge
+from tests.launches import check_launch, expected_allocations, note_workspace
+from tests.layouts import tensor_shapes
+from tests.memory import leaving_nothing_behind, poisoned, staying_in_place
+from tests.modifier_truth import GRADIENTS, compute_modifier_truth
 from tests.refusals import check_refused
 from tests.silence import WATCH, lose_context
 from tests.truth import Truth, compute_truth
@@ -131,10 +136,6 @@ on_all_tiles = on_targets("cpu", "sm80", "sm80-99k", "sm90")
 on_all_schedules = on_targets("cpu", "sm80", "sm80-99k", "sm90", "sm90-few")
 on_gpu_paths = on_targets("sm80", "sm90")
 on_short_paths = on_targets("sm80-short", "sm90-short")
-# With modifiers the sm90 path has all forwards and most backwards; the rest runs in the sm80 kernels.
-on_modifier_paths = on_targets("cpu", "sm80", "sm90")
-on_modifier_tiles = on_targets("cpu", "sm80", "sm80-99k", "sm90")
-on_modifier_gpu_paths = on_targets("sm80", "sm90")
 
 
 class CaseFailure(AssertionError):
@@ -145,20 +146,34 @@ class DeviceLost(RuntimeError):
     """The CUDA context no longer works: nothing that runs afterwards in this process means anything."""
 
 
-class AnyCase(Protocol):
-    """A plain case, or one with modifiers."""
-
-    PROGRAM: ClassVar[str]
-
-    def to_json(self) -> str: ...
+def repro_line(case: Case, target: Target) -> str:
+    return f"python -m tests.tools.fuzz --target {target.name} --repro '{case.to_json()}'"
 
 
-def repro_line(case: AnyCase, target: Target) -> str:
-    return f"python -m {case.PROGRAM} --target {target.name} --repro '{case.to_json()}'"
+@contextlib.contextmanager
+def naming(case: Case, target: Target) -> Iterator[None]:
+    """Whatever is raised inside becomes a CaseFailure or DeviceLost that names the case."""
+    WATCH.alive(repro_line(case, target))
+    try:
+        yield
+    except Exception as error:
+        words = f"{repro_line(case, target)}\n    "
+        words += str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        if not isinstance(error, AssertionError) and target.device == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:  # every later call would fail, whatever it does
+                raise DeviceLost(words) from error
+        raise CaseFailure(words) from error
+    finally:
+        WATCH.alive("")
 
 
 # --------------------------------------------------------------------------------------------------
 # Calls
+
+RESULTS = ("out", "lse", "row_max")
+EVERYTHING = flash_ext.AuxRequest(lse=True, max_scores=True)
 
 
 def call_forward(x: Inputs, target: Target) -> tuple[Tensor, Tensor]:
@@ -178,82 +193,77 @@ def call_backward(x: Inputs, out: Tensor, lse: Tensor, target: Target) -> tuple[
                                    target.choice)  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------
-# Poison
-
-
-@contextlib.contextmanager
-def poisoned(device: str, sizes: Iterable[int]) -> Iterator[None]:
-    """Inside, fresh memory holds NaN; on leaving a GPU, the bytes beside it are still what they were.
-
-    ``sizes`` are the byte counts that the call is expected to allocate. On a GPU blocks of these sizes are
-    filled, with small canaries kept between them, and freed: the caching allocator hands them out next. On
-    the CPU, PyTorch itself fills new tensors.
-    """
-    if device == "cpu":
-        was_deterministic = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True)  # the mode in which fill_uninitialized_memory works
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(was_deterministic)
-        return
-    canaries = [_poisoned_block(512)]
-    holes = []
-    for size in sizes:
-        holes += [_poisoned_block(size), _poisoned_block(size)]
-        canaries.append(_poisoned_block(512))
-    del holes
-    yield
-    if not bool((torch.stack(canaries) == POISON_BYTE).all()):
-        raise CaseFailure("memory that belongs to another tensor was written")
-
-
-def _poisoned_block(size: int) -> Tensor:
-    return torch.full((max(size, 1),), POISON_BYTE, dtype=torch.uint8, device="cuda")
-
-
-def poison_pool(total: int = 2 << 30) -> None:
-    """Fills free GPU memory with NaN in blocks of many sizes, for calls that are not run as cases."""
-    sizes = [1 << power for power in range(9, 28)] * 4
-    blocks, used = [], 0
-    for size in sizes:
-        if used + size <= total:
-            blocks.append(_poisoned_block(size))
-            used += size
-
-
-def _plan(direction: str, case: Case, target: Target, tma: bool = True) -> dict:
-    """What a case would launch, with tensors that TMA can read or with others, which have fewer rows."""
-    if not tma:
-        others = tuple(pair for pair in target.constraints if pair[0] != "row")
-        target = dataclasses.replace(target, constraints=others)
-    shapes = tensor_shapes(case)
-    left, right = (min(reach, 2**31 - 1) for reach in case.effective_window)  # as the operators clamp it
-    return _C.plan(
-        direction, dtype="float16" if case.dtype == "fp16" else "bfloat16", packed=case.is_packed,
-        batch=len(case.lens_q) if case.is_packed else case.batch, seqlen_q=shapes["q"][-3],
-        seqlen_k=shapes["k"][-3], num_heads=case.num_heads, num_heads_k=case.num_heads_k,
-        head_dim=case.head_dim, head_dim_v=case.dim_v, window_size_left=left, window_size_right=right,
-        deterministic=case.deterministic and direction == "bwd", backend=target.choice, tma=tma,
+def call(x: Inputs, target: Target, qkv: list[Tensor] | None = None, **changes: Any) -> tuple[Tensor, ...]:
+    """out, lse and the largest scores, by the public function; ``changes`` replace keywords."""
+    case = x.case
+    qkv = [x.q, x.k, x.v] if qkv is None else qkv
+    options = dict(
+        scale=case.softmax_scale, return_aux=EVERYTHING, deterministic=case.deterministic,
+        backend=target.choice,
     )  # fmt: skip
+    bounds: tuple[Tensor, ...] = ()
+    attention = flash_ext.attention
+    if case.is_packed:
+        attention, bounds = flash_ext.attention_varlen, (x.cu_seqlens_q, x.cu_seqlens_k)
+        if case.hints:
+            options["max_seqlen_q"], options["max_seqlen_k"] = x.max_seqlens
+    out, aux = attention(*qkv, *bounds, **(options | x.keywords({}) | changes))
+    return out, aux.lse, aux.max_scores
 
 
-def _expected_allocations(case: Case, target: Target) -> tuple[list[int], list[int]]:
-    """Byte counts that forward and backward allocate: results, then the workspace."""
-    shapes = {name: math.prod(shape) for name, shape in tensor_shapes(case).items()}
-    forward, backward = [2 * shapes["out"], 4 * shapes["lse"]], [2 * shapes[name] for name in "qkv"]
-    return (
-        [*forward, *planned_workspaces("fwd", case, target)],
-        [*backward, *planned_workspaces("bwd", case, target)],
-    )
+def compute(x: Inputs, target: Target) -> dict[str, Tensor]:
+    """All results of a case, detached: by the operators, with modifiers by the public functions.
+
+    Free memory is poisoned before each call, and its launch is checked.
+    """
+    return _by_public_functions(x, target) if x.case.mods else _by_operators(x, target)
 
 
-def planned_workspaces(direction: str, case: Case, target: Target) -> set[int]:
-    """Byte counts that the workspace of a call without modifiers may have."""
-    if target.device == "cpu":
-        return set()
-    return {_plan(direction, case, target, tma).get("workspace_bytes", 0) for tma in (False, True)}
+def _by_operators(x: Inputs, target: Target) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    with _around_a_call(x, target, "fwd"), leaving_nothing_behind(target.device, found):
+        found["out"], found["lse"] = call_forward(x, target)
+    check_launch(x, target, "fwd")
+    if x.case.backward:
+        out, lse = found["out"], found["lse"]
+        with _around_a_call(x, target, "bwd"), leaving_nothing_behind(target.device, found):
+            found["dq"], found["dk"], found["dv"] = call_backward(x, out, lse, target)
+        check_launch(x, target, "bwd", out)
+    return found
+
+
+def _by_public_functions(x: Inputs, target: Target) -> dict[str, Tensor]:
+    """The gradients are those that the case needs."""
+    needs = x.case.needs
+    qkv = [t.detach().requires_grad_("qkv" in needs) for t in (x.q, x.k, x.v)]
+    leaves = {name: t.requires_grad_("mods" in needs) for name, t in x.leaves().items()}
+    with _around_a_call(x, target, "fwd"):
+        results = call(x, target, qkv, **x.keywords(leaves))
+    note_workspace(x)
+    found = {name: t.detach() for name, t in zip(RESULTS, results)}
+    wanted = dict(zip(("dq", "dk", "dv"), qkv)) if "qkv" in needs else {}
+    if "mods" in needs:
+        wanted |= {GRADIENTS[name]: t for name, t in leaves.items()}
+    if not x.case.backward or not wanted:
+        return found
+    check_launch(x, target, "fwd")
+    outputs, gradients = [results[0]], [x.dout]
+    if x.dlse is not None:
+        outputs, gradients = [*outputs, results[1]], [*gradients, x.dlse]
+    with _around_a_call(x, target, "bwd"):
+        grads = torch.autograd.grad(outputs, list(wanted.values()), gradients)
+    note_workspace(x)
+    check_launch(x, target, "bwd")
+    return found | dict(zip(wanted, grads))
+
+
+def _around_a_call(x: Inputs, target: Target, direction: str) -> contextlib.AbstractContextManager[None]:
+    return poisoned(target.device, expected_allocations(x, target, direction))
+
+
+def truth_of(x: Inputs) -> Truth:
+    """Float64 results of a case and their noise."""
+    return compute_modifier_truth(x) if x.case.mods else compute_truth(x, x.case.backward)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -278,156 +288,28 @@ def run_case(case: Case, target: Target) -> Results:
         DeviceLost: a CUDA error; the process cannot go on.
     """
     with naming(case, target):
-        return _run_case(case, target)
+        x = make_inputs(case, target.device)
+        if case.invalid:
+            check_refused(x, target.device)
+            return Results(x, {}, Truth({}, {}, {}, {}), {})
+        runs: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        with staying_in_place(target.device):
+            for run in runs:
+                with leaving_nothing_behind(target.device, run):
+                    run |= compute(x, target)
+        assert x.unchanged(), "an input or the memory around it was written"
+        first, second = runs  # the second found poison where its workspace lay
+        check_forms(case, second, {GRADIENTS[name]: t for name, t in x.leaves().items()})
+        truth = truth_of(x)
+        return Results(x, second, truth, judge(second, first, truth, case.deterministic))
 
 
-@contextlib.contextmanager
-def naming(case: AnyCase, target: Target) -> Iterator[None]:
-    """Whatever is raised inside becomes a CaseFailure or DeviceLost that names the case."""
-    WATCH.alive(repro_line(case, target))
-    try:
-        yield
-    except Exception as error:
-        words = f"{repro_line(case, target)}\n    "
-        words += str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-        if not isinstance(error, AssertionError) and target.device == "cuda":
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:  # every later call would fail, whatever it does
-                raise DeviceLost(words) from error
-        raise CaseFailure(words) from error
-    finally:
-        WATCH.alive("")
-
-
-def _run_case(case: Case, target: Target) -> Results:
-    x = make_inputs(case, target.device)
-    if case.invalid:
-        check_refused(x, target.device)
-        return Results(x, {}, Truth({}, {}, {}, {}), {})
-    forward_sizes, backward_sizes = _expected_allocations(case, target)
-    results: dict[str, Tensor] = {}
-    repeats: dict[str, Tensor] = {}
-    with staying_in_place(target.device):
-        for run in (results, repeats):
-            with poisoned(target.device, forward_sizes), leaving_nothing_behind(target.device, run):
-                run["out"], run["lse"] = call_forward(x, target)
-            _check_launch(case, target, "fwd", (x.q, x.k, x.v))
-            if case.backward:
-                out, lse = results["out"], results["lse"]
-                with poisoned(target.device, backward_sizes), leaving_nothing_behind(target.device, run):
-                    run["dq"], run["dk"], run["dv"] = call_backward(x, out, lse, target)
-                _check_launch(case, target, "bwd", (x.q, x.k, x.v, x.dout, out))
-    assert x.unchanged(), "an input or the memory around it was written"
-    check_forms(case, results)
-    truth = compute_truth(x, case.backward)
-    errors = judge(results, repeats, truth, case.deterministic)
-    return Results(x, results, truth, errors)
-
-
-@contextlib.contextmanager
-def staying_in_place(device: str) -> Iterator[None]:
-    """F5: the current device and stream stay what they are, and all work ends without an error."""
-    if device == "cpu":
-        yield
-        return
-    place = torch.cuda.current_device(), torch.cuda.current_stream()
-    yield
-    torch.cuda.synchronize()
-    now = torch.cuda.current_device(), torch.cuda.current_stream()
-    assert place == now, f"current device or stream moved from {place} to {now}"
-
-
-@contextlib.contextmanager
-def leaving_nothing_behind(device: str, kept: dict[str, Tensor]) -> Iterator[None]:
-    """F5: on a GPU, inside, nothing stays allocated but the tensors added to ``kept``."""
-    if device == "cpu":
-        yield
-        return
-    old = set(kept)
-    before = torch.cuda.memory_allocated()
-    yield
-    # The allocator rounds up to 512 bytes, and does not split what is left of a large block.
-    sizes = [t.untyped_storage().nbytes() for name, t in kept.items() if name not in old]
-    allowed = sum(-(-size // 512) * 512 + (1 << 20 if size > 1 << 20 else 0) for size in sizes)
-    grown = torch.cuda.memory_allocated() - before
-    assert grown <= allowed, f"{grown} bytes stay allocated after the call, its results take {allowed}"
-
-
-def check_done_launches(launch: dict) -> None:
-    """What ran is what the plan says, launch by launch, and what a plan behind it says."""
-    done, planned = _C.done_launches(), launch["launches"] + launch.get("then", {"launches": []})["launches"]
-    ran_all = [one["name"] for one in done]
-    assert len(done) == len(planned), f"{ran_all} ran, not {[one['kernel'] for one in planned]}"
-    for ran, wanted in zip(done, planned, strict=True):
-        assert wanted["kernel"].startswith(ran["name"]), f"{ran_all} ran, {wanted['kernel']} was planned"
-        facts = ["pdl", "grid", "threads"] + (["smem_bytes"] if "smem_bytes" in wanted else [])
-        for name in facts:
-            assert ran[name] == wanted[name], f"{ran['name']} for {wanted['kernel']}: {name} {ran[name]}"
-
-
-def launch_of(case: Case, target: Target, direction: str) -> dict | None:
-    """The recorded launch, of that direction; None where nothing is launched."""
-    nothing_to_do = not all(math.prod(shape) for shape in tensor_shapes(case).values()) or case.lens_q == ()
-    if target.device == "cpu" or nothing_to_do:
-        return None
-    launch = _C.last_launch()
-    assert launch is not None and launch["direction"] == direction, f"no {direction} launch was recorded"
-    return launch
-
-
-def check_launch_facts(launch: dict, case: Case, target: Target, wanted: str) -> None:
-    """Path, head size, determinism and shared memory are those that were asked for."""
-    if "split" in launch["kernel"] or "short" in launch["kernel"]:
-        wanted = "sm80"  # the kernels for few queries and for short sequences serve both paths
-    assert launch["backend"] == wanted, f"kernels of path {wanted} were due, of {launch['backend']} ran"
-    compiled = int(launch["kernel"].rsplit("hd", 1)[1].split("_")[0])
-    assert compiled >= max(case.head_dim, case.dim_v), (
-        f"{launch['kernel']} for head sizes {case.head_dim}, {case.dim_v}"
-    )
-    if launch["direction"] == "bwd":
-        assert launch["deterministic"] == case.deterministic, f"deterministic={launch['deterministic']} ran"
-    limit = dict(target.switches).get("smem_per_block")
-    assert limit is None or launch["smem_bytes"] <= limit, f"{launch['smem_bytes']} bytes of shared memory"
-
-
-def _check_launch(case: Case, target: Target, direction: str, tensors: tuple[Tensor, ...]) -> None:
-    """F7: the recorded launch is the one that was asked for."""
-    if (launch := launch_of(case, target, direction)) is None:
-        return
-    wanted = kernels_of(target, native=direction == "fwd" or case.head_dim % 8 == 0, tensors=tensors)
-    splits = dict(target.constraints).get("kv_splits")
-    if direction == "fwd" and splits is not None:
-        assert launch["splits"] == max(1, splits), f"keys in {launch['splits']} parts, not {splits}"
-        in_parts = any(name in launch["kernel"] for name in ("split", "parts", "packed"))
-        assert in_parts == (splits > 0), f"{launch['kernel']} ran for {splits} parts"
-    check_done_launches(launch)
-    assert launch["aligned"] == all(_is_aligned(t) for t in tensors), f"aligned={launch['aligned']} ran"
-    check_launch_facts(launch, case, target, wanted)
-
-
-def kernels_of(target: Target, native: bool, tensors: tuple[Tensor, ...]) -> str:
-    """The path whose kernels run: sm90 has some of its own (``native``), for what TMA can read and write."""
-    if target.path != "sm90":
-        return target.path
-    tensors = tensors[:4]  # out, which only forwards write and a backward reads in rows, is not among them
-    ready = native and tensors[-1].shape[-1] % 8 == 0 and all(_is_aligned(t) for t in tensors)
-    expanded = any(t.shape[-3] > 1 and t.stride(-3) == 0 for t in tensors)
-    return "sm90" if ready and not expanded else "sm80"
-
-
-def _is_aligned(t: Tensor) -> bool:
-    """Whether every row starts on a 16-byte boundary."""
-    strides = [s for n, s in zip(t.shape[:-1], t.stride()[:-1]) if n > 1]
-    return t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in strides)
-
-
-def check_forms(case: Case, results: dict[str, Tensor], leaves: Mapping[str, Tensor] | None = None) -> None:
+def check_forms(case: Case, results: dict[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
     """Shapes and types of the results; contiguity of those that the operators make.
 
     ``leaves`` have the form of their gradients, by whose names they are known.
     """
-    shapes, leaves = tensor_shapes(case), leaves or {}
+    shapes = tensor_shapes(case)
     for name, t in results.items():
         is_statistic = name in ("lse", "row_max")
         shape = shapes["lse" if is_statistic else name.removeprefix("d")] if name not in leaves else None
@@ -443,25 +325,39 @@ def check_forms(case: Case, results: dict[str, Tensor], leaves: Mapping[str, Ten
 # Many cases in one test
 
 
-def run_cases(cases: Iterable[Case], target: Target) -> dict[str, float]:
+def run_cases(
+    cases: Iterable[Case],
+    target: Target,
+    run: Callable[[Case, Target], Any] = run_case,
+    cpu: int | None = None,
+) -> None:
     """Runs all cases in one test, without pytest's cost per test, and fails with the first failures.
 
-    Returns the largest error of each tensor over all cases, in noise units.
+    Args:
+        run: what is done with each of them; it raises CaseFailure where something does not hold.
+        cpu: about how many of them are run where there is no GPU; all by default.
     """
-    worst: dict[str, float] = {}
-
-    def run(case: Case) -> None:
-        for name, error in run_case(case, target).errors.items():
-            worst[name] = max(error.largest, worst.get(name, 0.0))
-
-    for_each_case(cases, target, run)
-    return worst
+    if reason := target.why_not():
+        pytest.skip(reason)
+    failures, count = [], 0
+    with target.active():
+        for case in cases if cpu is None else target.pick(list(cases), cpu):
+            count += 1
+            try:
+                run(case, target)
+            except CaseFailure as failure:
+                failures.append(str(failure))
+            except DeviceLost as lost:
+                lose_context(str(lost))
+    if failures:
+        shown = "\n".join(failures[:8])
+        pytest.fail(f"{len(failures)} of {count} cases failed\n{shown}", pytrace=False)
 
 
 def run_probes(cases: Iterable[Case], target: Target, only: Callable | None = None) -> None:
     """Runs the exact probes that fit each case, or one of them; masks, shapes and packing are what counts."""
 
-    for_each_case(cases, target, lambda case: probe_case(case, target, only))
+    run_cases(cases, target, lambda case, target: probe_case(case, target, only))
 
 
 def probe_case(case: Case, target: Target, only: Callable | None = None) -> None:
@@ -491,23 +387,3 @@ def _probe_case(case: Case, target: Target, only: Callable | None) -> None:
             probe(case, target.device, forward)
     if case.backward and only is None:
         probes.sparse_dout(case, target.device, forward, backward)
-
-
-def for_each_case(cases: Iterable, target: Target, run: Callable[[Any], Any], show: int = 8) -> None:
-    """Runs all cases in one test and fails with the first failures."""
-    reason = target.why_not()
-    if reason:
-        pytest.skip(reason)
-    failures, count = [], 0
-    with target.active():
-        for case in cases:
-            count += 1
-            try:
-                run(case)
-            except CaseFailure as failure:
-                failures.append(str(failure))
-            except DeviceLost as lost:
-                lose_context(str(lost))
-    if failures:
-        shown = "\n".join(failures[:show])
-        pytest.fail(f"{len(failures)} of {count} cases failed\n{shown}", pytrace=False)

@@ -1,9 +1,6 @@
-"""Turns a ``Case`` into tensors: where they lie in memory, what they hold, and the guards around them.
+"""Turns a ``Case`` into tensors: what they hold, and what a call with its modifiers is asked and means.
 
-All inputs of a case live in one arena of 0xFF bytes, which read as NaN in every float type and as -1 in
-int32. Whatever an input does not cover (the space around it, the gaps between its rows, packed rows of no
-sequence) therefore poisons any computation that touches it, and one comparison of the arena with its snapshot
-shows every write into an input or a guard.
+Where they lie in memory is in ``layouts.py``; what the names of modifiers stand for is in ``choices.py``.
 """
 
 from __future__ import annotations
@@ -11,37 +8,47 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+import flash_ext
+from flash_ext._ops.modifiers import Modifiers
 from tests.cases import Case
-
-GUARD_BYTES = 2048  # before and after every region; 512 elements of fp32, 1024 of the 16-bit types
-POISON_BYTE = 0xFF
+from tests.choices import MAXIMA, Choice, make_choices, reach_of
+from tests.layouts import Region, View, carve, place, qkv_regions, tensor_shapes, write
+from tests.values import call_keywords
 
 
 @dataclass
 class Inputs:
-    """The tensors of one case.
+    """What one call gets, and what its modifiers mean.
 
     q, k, v, dout: as in the contract, strides by the case's layout; tail rows of packed tensors are NaN.
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, or None. dlse: lse-shaped fp32, or None.
+    choices: one for each of the case's modifiers. guards: their buffers with snapshots.
+    workspaces: bytes of the latest launch of each direction, none before one was seen.
     """
 
     case: Case
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    dout: torch.Tensor
-    dlse: torch.Tensor | None
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_k: torch.Tensor | None
-    arena: torch.Tensor
-    snapshot: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    arena: Tensor
+    snapshot: Tensor
+    choices: list[Choice] = field(default_factory=list)
+    guards: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    workspaces: dict[str, int] = field(default_factory=dict)
 
     def unchanged(self) -> bool:
         """Whether every input byte and every guard byte is as it was. Synchronises."""
-        return torch.equal(self.arena, self.snapshot)
+        return torch.equal(self.arena, self.snapshot) and all(torch.equal(a, b) for a, b in self.guards)
 
     @property
     def max_seqlens(self) -> tuple[int, int]:
@@ -50,126 +57,86 @@ class Inputs:
             return 0, 0
         return max(self.case.lens_q, default=0), max(self.case.lens_k, default=0)
 
+    @property
+    def generator(self) -> torch.Generator:
+        """Dropout's source, at its start."""
+        return torch.Generator(self.q.device).manual_seed(self.case.seed + 77)
 
-# A view to be carved out of a region: its shape, strides and offset, in elements.
-@dataclass
-class _View:
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int = 0
+    def leaves(self) -> dict[str, Tensor]:
+        """What can have a gradient beside q, k and v: part to a leaf that shares the memory."""
+        return {
+            c.part: c.tensor.detach()
+            for c in self.choices
+            if c.part in ("bias", "position", "slopes", "sinks")
+        }
 
+    def entries(self, rows: int, keys: int) -> Tensor:
+        """(rows, keys) int64: which entry of the table of ``distance<n>`` each pair of a sequence reads."""
+        (name,) = (name for name in self.case.mods if name.startswith("distance"))
+        n = reach_of(name)
+        position = torch.arange(rows)[:, None] + (0 if self.case.has_top_left else keys - rows)
+        distance = (torch.arange(keys) - position).clamp(-n, 0 if "before" in name else n)
+        return (n + distance).to(self.q.device)
 
-@dataclass
-class _Region:
-    views: dict[str, _View]
-    dtype: torch.dtype
-    lead: int = 0  # elements by which the region is pushed off its 1 KB alignment
-    numel: int = field(init=False)
+    def keywords(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
+        """Of the public function: masks, biases, and all others of the choices."""
+        case = self.case
+        parts = {c.part: c.argument(leaves.get(c.part, c.tensor)) for c in self.choices if c.part != MAXIMA}
+        found = {name: parts.pop(name) for name in ("sinks", "softcap", "dropout_p") if name in parts}
+        if "dropout_p" in found:
+            found["generator"] = self.generator
+        return found | call_keywords(causal=case.causal, window=case.window, **parts)
 
-    def __post_init__(self) -> None:
-        self.numel = max(
-            v.offset + 1 + sum((n - 1) * s for n, s in zip(v.shape, v.strides)) if math.prod(v.shape) else 0
-            for v in self.views.values()
-        )
+    @property
+    def asked(self) -> set[str]:
+        """The parts of the choices that can matter: sink tokens and prefixes show what a band hides."""
+        case, parts = self.case, {c.part for c in self.choices} - {MAXIMA}
+        if case.window[0] < 0 and "chunk" not in parts:
+            parts -= {"sink_tokens"}
+        if "chunk" not in parts and not case.causal and case.window == (-1, -1):
+            parts -= {"prefix_lens"}
+        return parts
 
+    def meaning(self, leaves: dict[str, Tensor]) -> Modifiers:
+        """Of the oracle. Masks of several choices are ANDed."""
+        fields: dict[str, Any] = {}
+        for choice in self.choices:
+            for name, value in choice.meaning(leaves.get(choice.part, choice.tensor)).items():
+                fields[name] = self._both(fields[name], value) if name == "mask" and name in fields else value
+        if "dropout_p" in fields:
+            fields["rng"] = flash_ext.dropout_rng(self.q.device, self.generator)
+        return Modifiers(**fields)
 
-def strides_for(shape: tuple[int, ...], order: tuple[int, ...], gaps: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a tensor whose dimensions lie in memory in ``order`` (outermost first).
+    def _both(self, a: Tensor, b: Tensor) -> Tensor:
+        """a AND b; beyond the end of a packed one everything is hidden."""
+        sizes = [max(a.shape[dim], b.shape[dim]) for dim in (2, 3)]
 
-    ``gaps[i]`` elements are left unused after each run of dimension ``order[i]``'s inner block.
-    """
-    strides = [0] * len(shape)
-    running = 1
-    for dim, gap in zip(reversed(order), reversed(gaps)):
-        strides[dim] = running
-        running = running * max(shape[dim], 1) + gap
-    return tuple(strides)
+        def full(t: Tensor) -> Tensor:
+            missing = [0 if t.shape[dim] == 1 else size - t.shape[dim] for dim, size in zip((2, 3), sizes)]
+            return F.pad(t, (0, missing[1], 0, missing[0]))
 
-
-def _place(shape: tuple[int, ...], layout: str) -> _View:
-    """The view of one tensor, (b, s, h, d) or (total, h, d), in a region of its own."""
-    rank = len(shape)
-    identity = tuple(range(rank))
-    no_gaps = (0,) * rank
-    if layout in ("bshd", "offset", "packed"):
-        return _View(shape, strides_for(shape, identity, no_gaps))
-    if layout == "bhsd":
-        return _View(shape, strides_for(shape, identity[:-3] + (rank - 2, rank - 3, rank - 1), no_gaps))
-    if layout == "sbhd":
-        return _View(shape, strides_for(shape, (1, 0, 2, 3) if rank == 4 else identity, no_gaps))
-    if layout == "gap":
-        aligned = -shape[-1] % 8 + 8
-        return _View(shape, strides_for(shape, identity, (0,) * (rank - 2) + (16, aligned)))
-    if layout == "odd":
-        return _View(shape, strides_for(shape, identity, no_gaps[1:] + (1,)))
-    if layout == "expanded":
-        # One batch entry (dense) or one head (packed) that all the others share.
-        shared = 0 if rank == 4 else 1
-        base = strides_for(tuple(1 if i == shared else n for i, n in enumerate(shape)), identity, no_gaps)
-        return _View(shape, tuple(0 if i == shared else s for i, s in enumerate(base)))
-    if layout == "singleton":
-        odd = itertools.cycle((0, 3331333, 99990001))
-        base = strides_for(shape, identity, no_gaps)
-        return _View(
-            shape,
-            tuple(next(odd) if n == 1 and i < rank - 1 else s for i, (n, s) in enumerate(zip(shape, base))),
-        )
-    raise ValueError(f"unknown layout {layout!r}")
-
-
-def _qkv_regions(shapes: dict[str, tuple[int, ...]], layout: str, dtype: torch.dtype) -> list[_Region]:
-    q, k, v = shapes["q"], shapes["k"], shapes["v"]
-    lead = 1 if layout == "offset" else 0
-    if layout == "packed" and q[:-2] == k[:-2] and q[-1] == v[-1]:
-        # One projection's result, split: (..., (num_heads + 2 * num_heads_k) * head_dim).
-        head_dim = q[-1]
-        row = (q[-2] + 2 * k[-2]) * head_dim
-        outer = strides_for(q[:-2] + (row,), tuple(range(len(q) - 1)), (0,) * (len(q) - 1))[:-1]
-        offsets = {"q": 0, "k": q[-2] * head_dim, "v": (q[-2] + k[-2]) * head_dim}
-        return [
-            _Region(
-                {name: _View(shapes[name], (*outer, head_dim, 1), offsets[name]) for name in "qkv"}, dtype
-            )
-        ]
-    own = {name: "gap" if layout == "packed" else layout for name in "qkv"}
-    if layout == "expanded":
-        own["q"] = "bshd"
-    return [_Region({name: _place(shapes[name], own[name])}, dtype, lead) for name in "qkv"]
-
-
-def tensor_shapes(case: Case) -> dict[str, tuple[int, ...]]:
-    """Shapes of q, k, v, out and lse of a case."""
-    if case.is_packed:
-        total_q, total_k = sum(case.lens_q) + case.tail, sum(case.lens_k) + case.tail
-        rows_q, rows_k, lse = (total_q,), (total_k,), (case.num_heads, total_q)
-    else:
-        rows_q, rows_k = (case.batch, case.seqlen_q), (case.batch, case.seqlen_k)
-        lse = (case.batch, case.num_heads, case.seqlen_q)
-    return {
-        "q": (*rows_q, case.num_heads, case.head_dim),
-        "k": (*rows_k, case.num_heads_k, case.head_dim),
-        "v": (*rows_k, case.num_heads_k, case.dim_v),
-        "out": (*rows_q, case.num_heads, case.dim_v),
-        "lse": lse,
-    }
+        return full(a) & full(b)
 
 
 def make_inputs(case: Case, device: str | torch.device) -> Inputs:
-    """The tensors of ``case`` on ``device``; the same case and kind of device give the same values."""
+    """The tensors of ``case`` on ``device``; the same case and kind of device give the same values.
+
+    Modifiers are the same on every device.
+    """
     shapes = tensor_shapes(case)
-    regions = _qkv_regions(shapes, case.layout, case.torch_dtype)
+    regions = qkv_regions(shapes, case.layout, case.torch_dtype)
     dout_layout = case.dout_layout if case.layout != "offset" else "offset"
     regions.append(
-        _Region({"dout": _place(shapes["out"], dout_layout)}, case.torch_dtype, int(dout_layout == "offset"))
+        Region({"dout": place(shapes["out"], dout_layout)}, case.torch_dtype, int(dout_layout == "offset"))
     )
     if case.dlse:
         lse_dtype = torch.float64 if case.dtype == "fp64" else torch.float32
-        regions.append(_Region({"dlse": _place(shapes["lse"], "bshd")}, lse_dtype))
+        regions.append(Region({"dlse": place(shapes["lse"], "bshd")}, lse_dtype))
     if case.is_packed:
         for name, lens in (("cu_seqlens_q", case.lens_q), ("cu_seqlens_k", case.lens_k)):
-            regions.append(_Region({name: _View((len(lens) + 1,), (1,))}, torch.int32))
+            regions.append(Region({name: View((len(lens) + 1,), (1,))}, torch.int32))
 
-    arena, views = _carve(regions, device)
+    arena, views = carve(regions, device)
     generator = torch.Generator(device).manual_seed(case.seed)
     values = _values(case, shapes, device, generator)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
@@ -177,43 +144,15 @@ def make_inputs(case: Case, device: str | torch.device) -> Inputs:
             lens = case.lens_q if name.endswith("q") else case.lens_k
             values[name] = torch.tensor(list(itertools.accumulate(lens, initial=0)), dtype=torch.int32)
     for name, view in views.items():
-        _write(view, values[name], case.tail if name in ("q", "k", "v", "dout") else 0)
+        write(view, values[name], case.tail if name in ("q", "k", "v", "dout") else 0)
     inputs = {
         name: views.get(name) for name in ("q", "k", "v", "dout", "dlse", "cu_seqlens_q", "cu_seqlens_k")
     }
-    return Inputs(case=case, arena=arena, snapshot=arena.clone(), **inputs)
+    choices, guards = make_choices(case, device)
+    return Inputs(case=case, arena=arena, snapshot=arena.clone(), choices=choices, guards=guards, **inputs)
 
 
-def _carve(
-    regions: list[_Region], device: str | torch.device
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    starts, cursor = [], GUARD_BYTES
-    for region in regions:
-        starts.append(cursor)
-        size = (region.numel + region.lead) * region.dtype.itemsize
-        cursor += (size + GUARD_BYTES + 1023) // 1024 * 1024
-    arena = torch.full((cursor,), POISON_BYTE, dtype=torch.uint8, device=device)
-    views = {}
-    for region, start in zip(regions, starts):
-        whole = arena[start : start + (region.numel + region.lead) * region.dtype.itemsize].view(region.dtype)
-        for name, view in region.views.items():
-            views[name] = whole.as_strided(
-                view.shape, view.strides, whole.storage_offset() + region.lead + view.offset
-            )
-    return arena, views
-
-
-def _write(view: torch.Tensor, values: torch.Tensor, tail: int) -> None:
-    """Copies values into a view, once where it repeats itself; leaves the last ``tail`` rows poisoned."""
-    rows = view.shape[0] - tail
-    view, values = (view[:rows], values[:rows]) if tail else (view, values)
-    for dim, stride in enumerate(view.stride()):
-        if stride == 0 and view.shape[dim] > 1:
-            view, values = view.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    view.copy_(values)
-
-
-def _positions(lens: tuple[int, ...], total: int) -> torch.Tensor:
+def _positions(lens: tuple[int, ...], total: int) -> Tensor:
     """Relative position of each packed row in its sequence, 0..1."""
     parts = [torch.linspace(0, 1, n) if n > 1 else torch.zeros(n) for n in lens]
     parts.append(torch.zeros(total - sum(lens)))
@@ -222,14 +161,14 @@ def _positions(lens: tuple[int, ...], total: int) -> torch.Tensor:
 
 def _values(
     case: Case, shapes: dict[str, tuple[int, ...]], device: str | torch.device, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """What the tensors hold, by ``case.data``, in fp32 (fp64 for fp64 cases)."""
     dtype = torch.float64 if case.dtype == "fp64" else torch.float32
 
-    def normal(shape: tuple[int, ...]) -> torch.Tensor:
+    def normal(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
-    def uniform(shape: tuple[int, ...]) -> torch.Tensor:
+    def uniform(shape: tuple[int, ...]) -> Tensor:
         return torch.rand(shape, device=device, dtype=dtype, generator=generator)
 
     values = {name: normal(shapes[name]) for name in ("q", "k", "v")}
@@ -280,7 +219,7 @@ def _values(
     return values
 
 
-def special_row(tensor: torch.Tensor, case: Case, side: int) -> torch.Tensor:
+def special_row(tensor: Tensor, case: Case, side: int) -> Tensor:
     """The (head_dim,) view where a special value is planted: head 0, middle row of the first sequence.
 
     ``side`` is 0 for a tensor of query rows, 1 for one of key rows. Empty when that sequence has no rows.

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from flash_ext._ops.modifiers import Modifiers
 from tests import compare
-from tests.harness import Target
-from tests.modifier_cases import ModifierCase, ModifierInputs, make_modifier_inputs
-from tests.modifier_harness import call, naming
+from tests.cases import Case
+from tests.harness import Target, call, naming
+from tests.inputs import Inputs, make_inputs
 from tests.modifier_truth import CAP_ERROR, CAP_FINE
 from tests.probes import _assert_moved
 from tests.probes import _check as check
@@ -77,10 +77,10 @@ class Part:
         return FP32 * (1 + self.size) + self.cap_error
 
 
-def parts_of(x: ModifierInputs) -> list[Part]:
+def parts_of(x: Inputs) -> list[Part]:
     """What every sequence of a case sees and adds."""
-    case, mods = x.mcase.case, x.meaning({})
-    device, heads = x.plain.q.device, case.num_heads
+    case, mods = x.case, x.meaning({})
+    device, heads = x.q.device, case.num_heads
     found, start_q, start_k = [], 0, 0
     for b, (len_q, len_k) in enumerate(case.sequences()):
         rows, keys = slice(start_q, start_q + len_q), slice(start_k, start_k + len_k)
@@ -106,14 +106,14 @@ def _sinks_of(mods: Modifiers, heads: int, device: torch.device) -> Tensor:
     return mods.sinks.double()[:, None, None]
 
 
-def flat(x: ModifierInputs, t: Tensor) -> Tensor:
+def flat(x: Inputs, t: Tensor) -> Tensor:
     """(rows of all sequences, heads, features), a view."""
-    return t if x.mcase.case.is_packed else t.flatten(0, 1)
+    return t if x.case.is_packed else t.flatten(0, 1)
 
 
-def flat_statistic(x: ModifierInputs, t: Tensor) -> Tensor:
+def flat_statistic(x: Inputs, t: Tensor) -> Tensor:
     """(rows of all sequences, heads) of lse or row_max."""
-    return t.T if x.mcase.case.is_packed else t.transpose(1, 2).flatten(0, 1)
+    return t.T if x.case.is_packed else t.transpose(1, 2).flatten(0, 1)
 
 
 def _close(what: str, got: Tensor, expected: Tensor, allowed: Tensor) -> None:
@@ -122,7 +122,7 @@ def _close(what: str, got: Tensor, expected: Tensor, allowed: Tensor) -> None:
     check(what, ~((got - expected).abs() <= allowed) & (got != expected), got, expected)
 
 
-def _units(x: ModifierInputs, like: Tensor, spans: list[slice], first: int) -> Tensor:
+def _units(x: Inputs, like: Tensor, spans: list[slice], first: int) -> Tensor:
     """Row first + c of every sequence is the c-th unit vector, in all heads; the others are 0."""
     t = torch.zeros_like(like)
     for span in spans:
@@ -135,13 +135,13 @@ def _units(x: ModifierInputs, like: Tensor, spans: list[slice], first: int) -> T
 # ---- forward ---------------------------------------------------------------------------------------------
 
 
-def count_probe(mcase: ModifierCase, target: Target) -> None:
+def count_probe(case: Case, target: Target) -> None:
     """q = 0 and masks: lse is the logarithm of the number of visible keys; rows without any give 0 and -inf.
 
     With what is added to scores: lse and row_max are those of the added numbers and the sink.
     """
-    with naming(mcase, target):
-        x = make_modifier_inputs(mcase.replace(data="zero_q"), target.device)
+    with naming(case, target):
+        x = make_inputs(case.replace(data="zero_q"), target.device)
         out, lse, row_max = call(x, target)
         out, lse, row_max = flat(x, out), flat_statistic(x, lse), flat_statistic(x, row_max)
         for part in parts_of(x):
@@ -159,44 +159,44 @@ def count_probe(mcase: ModifierCase, target: Target) -> None:
             check("row_max", wrong, got, n)
 
 
-def mask_probe(mcase: ModifierCase, target: Target) -> None:
+def mask_probe(case: Case, target: Target) -> None:
     """q = 0, v = I on as many keys at a time as v has columns: out is not 0 just where a key is visible."""
-    with naming(mcase, target):
-        x = make_modifier_inputs(mcase.replace(data="zero_q"), target.device)
+    with naming(case, target):
+        x = make_inputs(case.replace(data="zero_q"), target.device)
         for first, got, part in _seen_through_v(x, target):
             wanted = part.visible[..., first : first + got.shape[-1]].transpose(0, 1)
             check(f"keys from {first} on", (got != 0) != wanted, got, wanted)
 
 
-def _seen_through_v(x: ModifierInputs, target: Target) -> Iterator[tuple[int, Tensor, Part]]:
+def _seen_through_v(x: Inputs, target: Target) -> Iterator[tuple[int, Tensor, Part]]:
     """By sequence and stretch of keys from ``first`` on: (rows, heads, keys) of the weights in out."""
-    parts, width = parts_of(x), x.mcase.case.dim_v
+    parts, width = parts_of(x), x.case.dim_v
     for first in range(0, max((p.visible.shape[2] for p in parts), default=0), width):
-        v = _units(x, x.plain.v, [p.keys for p in parts], first)
-        out = flat(x, call(x, target, [x.plain.q, x.plain.k, v])[0])
+        v = _units(x, x.v, [p.keys for p in parts], first)
+        out = flat(x, call(x, target, [x.q, x.k, v])[0])
         for part in parts:
             keys = min(width, max(part.visible.shape[2] - first, 0))
             yield first, out[part.rows, :, :keys], part
 
 
-def weights_probe(mcase: ModifierCase, target: Target) -> None:
+def weights_probe(case: Case, target: Target) -> None:
     """q = 0, v = I: out is the matrix of weights, exactly 0 where a key is hidden or dropped.
 
     With dout = I they stand in dv, too, as the backward forms them again.
     """
-    with naming(mcase, target):
-        x = make_modifier_inputs(mcase.replace(data="zero_q"), target.device)
-        group = mcase.case.num_heads // mcase.case.num_heads_k
+    with naming(case, target):
+        x = make_inputs(case.replace(data="zero_q"), target.device)
+        group = case.num_heads // case.num_heads_k
         for first, got, part in _seen_through_v(x, target):
             wanted = (part.weights * part.keep)[..., first : first + got.shape[-1]].transpose(0, 1)
             _close(f"weights of keys from {first} on", got, wanted, _allowed(x, wanted, part))
-        if not mcase.case.backward or mcase.needs != ("qkv", "mods"):
+        if not case.backward or case.needs != ("qkv", "mods"):
             return
-        parts, width = parts_of(x), mcase.case.dim_v
-        v = x.plain.v.detach().requires_grad_()
-        out = call(x, target, [x.plain.q, x.plain.k, v])[0]
+        parts, width = parts_of(x), case.dim_v
+        v = x.v.detach().requires_grad_()
+        out = call(x, target, [x.q, x.k, v])[0]
         for first in range(0, max((p.visible.shape[1] for p in parts), default=0), width):
-            dout = _units(x, x.plain.dout, [p.rows for p in parts], first)
+            dout = _units(x, x.dout, [p.rows for p in parts], first)
             dv = flat(x, torch.autograd.grad(out, v, dout, retain_graph=True)[0])
             for part in parts:
                 by_key = (part.weights * part.keep)[:, first : first + width].transpose(0, 2)
@@ -206,25 +206,25 @@ def weights_probe(mcase: ModifierCase, target: Target) -> None:
                 _close(f"weights of rows from {first} on, in dv", got, wanted, allowed)
 
 
-def _allowed(x: ModifierInputs, weights: Tensor, part: Part) -> Tensor:
+def _allowed(x: Inputs, weights: Tensor, part: Part) -> Tensor:
     """P and the result are rounded; where a weight is exactly 0 nothing is allowed."""
-    u, floor = (table[x.mcase.case.torch_dtype] for table in (compare.UNIT_ROUNDOFF, FLOOR))
+    u, floor = (table[x.case.torch_dtype] for table in (compare.UNIT_ROUNDOFF, FLOOR))
     keep = float(part.keep.max()) if part.keep.numel() else 1.0
     return ((2.1 * u + part.weight_error) * weights + keep * floor) * (weights != 0)
 
 
-def integer_probe(mcase: ModifierCase, target: Target) -> None:
+def integer_probe(case: Case, target: Target) -> None:
     """q = 0 and small whole v: where a power of two of keys is visible, out is the rounded mean, bitwise.
 
     Only masks, and dropout of one half, which doubles what it keeps.
     """
-    with naming(mcase, target):
-        x = make_modifier_inputs(mcase.replace(data="zero_q"), target.device)
-        random = torch.Generator().manual_seed(mcase.case.seed)
-        whole = torch.randint(-4, 5, x.plain.v.shape, generator=random)
-        v = whole.to(x.plain.v)
-        out = flat(x, call(x, target, [x.plain.q, x.plain.k, v])[0])
-        group = mcase.case.num_heads // mcase.case.num_heads_k
+    with naming(case, target):
+        x = make_inputs(case.replace(data="zero_q"), target.device)
+        random = torch.Generator().manual_seed(case.seed)
+        whole = torch.randint(-4, 5, x.v.shape, generator=random)
+        v = whole.to(x.v)
+        out = flat(x, call(x, target, [x.q, x.k, v])[0])
+        group = case.num_heads // case.num_heads_k
         for part in parts_of(x):
             n = part.visible.sum(-1, keepdim=True)
             values = flat(x, v)[part.keys].repeat_interleave(group, 1).transpose(0, 1).double()
@@ -233,44 +233,44 @@ def integer_probe(mcase: ModifierCase, target: Target) -> None:
             check("mean of whole numbers", exact & (out[part.rows] != mean), out[part.rows], mean)
 
 
-def ones_probe(mcase: ModifierCase, target: Target) -> None:
+def ones_probe(case: Case, target: Target) -> None:
     """v = 1: what multiplies v and what is summed for the denominator must be the same weights."""
-    if mcase.dropout_p:
+    if case.dropout_p:
         return
-    with naming(mcase, target):
-        x = make_modifier_inputs(mcase, target.device)
-        out, lse, row_max = call(x, target, [x.plain.q, x.plain.k, torch.ones_like(x.plain.v)])
+    with naming(case, target):
+        x = make_inputs(case, target.device)
+        out, lse, row_max = call(x, target, [x.q, x.k, torch.ones_like(x.v)])
         out, lse, row_max = flat(x, out), flat_statistic(x, lse).double(), flat_statistic(x, row_max)
-        u = compare.UNIT_ROUNDOFF[mcase.case.torch_dtype]
+        u = compare.UNIT_ROUNDOFF[case.torch_dtype]
         for part in parts_of(x):
             empty = row_max[part.rows] == -math.inf
             share = torch.exp(part.sinks[..., 0].T - lse[part.rows].masked_fill(empty, 0))
             wanted = (1 - share).masked_fill(empty, 0)[..., None].expand_as(out[part.rows])
-            limit = (1.01 if "sinks" not in mcase.mods else 2.1) * u
+            limit = (1.01 if "sinks" not in case.mods else 2.1) * u
             _close("out of ones", out[part.rows], wanted, limit * wanted + 1e-4 * (share[..., None] > 0))
 
 
-def needle_probe(mcase: ModifierCase, target: Target) -> None:
+def needle_probe(case: Case, target: Target) -> None:
     """Row i asks loudly for key (i * step) % seqlen_k, with three steps.
 
     If the key is visible out is its value, up to what the others weigh and times what dropout makes of it;
     if it is hidden its large logit leaves no trace in row_max. Keys to which a bias or a slope adds much less
     than to another are not heard.
     """
-    with naming(mcase, target):
-        x = make_modifier_inputs(mcase, target.device)
-        case, generator = mcase.case, torch.Generator().manual_seed(mcase.case.seed)
+    with naming(case, target):
+        x = make_inputs(case, target.device)
+        generator = torch.Generator().manual_seed(case.seed)
         scale = 1 / math.sqrt(case.head_dim)
-        sign = torch.randint(0, 2, x.plain.k.shape, generator=generator) * 2 - 1
-        k = sign.to(x.plain.k)
-        v = torch.randn(x.plain.v.shape, generator=generator).to(x.plain.v)
+        sign = torch.randint(0, 2, x.k.shape, generator=generator) * 2 - 1
+        k = sign.to(x.k)
+        v = torch.randn(x.v.shape, generator=generator).to(x.v)
         group = case.num_heads // case.num_heads_k
         logit, softcap = 4 * math.sqrt(case.head_dim), x.meaning({}).softcap
         logit = softcap * math.tanh(logit / softcap) if softcap else logit
         u = compare.UNIT_ROUNDOFF[case.torch_dtype]
         parts = [part for part in parts_of(x) if part.visible.numel()]
         for step in (1, 7, 31):
-            q = torch.zeros_like(x.plain.q)
+            q = torch.zeros_like(x.q)
             asked = []
             for part in parts:
                 rows, keys = part.visible.shape[1:]
@@ -296,17 +296,17 @@ def needle_probe(mcase: ModifierCase, target: Target) -> None:
 # ---- forward and backward --------------------------------------------------------------------------------
 
 
-def sparse_dout_probe(mcase: ModifierCase, target: Target) -> None:
+def sparse_dout_probe(case: Case, target: Target) -> None:
     """dout on single rows: dk and dv are exactly 0 at keys the row does not see, and dv is not elsewhere.
 
     What dropout drops has no dv either.
     """
-    with naming(mcase, target):
-        x = make_modifier_inputs(mcase, target.device)
-        q, k, v = (t.detach().requires_grad_() for t in (x.plain.q, x.plain.k, x.plain.v))
+    with naming(case, target):
+        x = make_inputs(case, target.device)
+        q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
         out = call(x, target, [q, k, v])[0]
         part = max(parts_of(x), key=lambda part: part.visible.shape[1])
-        group, len_q = mcase.case.num_heads // mcase.case.num_heads_k, part.visible.shape[1]
+        group, len_q = case.num_heads // case.num_heads_k, part.visible.shape[1]
         for row in sorted({0, len_q // 3, len_q // 2, len_q - 1}):
             dout = torch.zeros_like(out)
             flat(x, dout)[part.rows.start + row] = 8
@@ -318,7 +318,7 @@ def sparse_dout_probe(mcase: ModifierCase, target: Target) -> None:
                 by_key = torch.zeros_like(size, dtype=torch.bool)
                 by_key[:, part.keys] = seen[:, row].unflatten(0, (-1, group)).any(1)
                 check(f"row {row}: {name} of a hidden key", ~by_key & (size != 0), size, by_key)
-                adds = any(m.startswith(("alibi", "bias", "distance")) for m in mcase.mods)
+                adds = any(m.startswith(("alibi", "bias", "distance")) for m in case.mods)
                 certain = name == "dv" and not adds
                 check(f"row {row}: {name} of a key", by_key & (size == 0) & certain, size, by_key)
             others = flat(x, dq).clone()
@@ -326,36 +326,36 @@ def sparse_dout_probe(mcase: ModifierCase, target: Target) -> None:
             assert not others.any(), f"row {row}: dq of another row is not 0"
 
 
-def shift_probe(mcase: ModifierCase, target: Target) -> None:
+def shift_probe(case: Case, target: Target) -> None:
     """bias + c, with a power of two (or 0) of its own for every row and head that the bias tells apart.
 
     lse and row_max move by c, out and all gradients only by rounding. The sums are exact in every type. A
     sink moves by the c of its head, which is then one number.
     """
-    with naming(mcase, target):
-        x = make_modifier_inputs(mcase, target.device)
+    with naming(case, target):
+        x = make_inputs(case, target.device)
         tensors = {c.part: c.tensor for c in x.choices}
         bias, sinks = tensors["bias"], tensors.get("sinks")
         base = ((bias * 16).round() / 16).clamp(min=-3, max=3).masked_fill(bias == -math.inf, -math.inf)
         bias.copy_(base)
         before = _everything(x, target)
-        c = _shifts(base, mcase.case.seed, by_head_only=sinks is not None)
+        c = _shifts(base, case.seed, by_head_only=sinks is not None)
         bias.copy_(base + c)
         if sinks is not None:
             sinks.add_(c.flatten())
         after = _everything(x, target)
-        u = compare.UNIT_ROUNDOFF[mcase.case.torch_dtype]
-        logit = compare.max_abs_logit(x.plain.q, x.plain.k, mcase.case.scale)
+        u = compare.UNIT_ROUNDOFF[case.torch_dtype]
+        logit = compare.max_abs_logit(x.q, x.k, case.scale)
         limit = 2 * compare.LSE_GATE[torch.float32] * max(1.0, logit) + 2.0**-20 * 16
         c = c.reshape((1,) * (4 - c.dim()) + tuple(c.shape)).double()
         for b, part in enumerate(parts_of(x)):
             rows = c[min(b, len(c) - 1), ..., 0]
-            rows = rows[:, : part.visible.shape[1]].expand(mcase.case.num_heads, part.visible.shape[1]).T
+            rows = rows[:, : part.visible.shape[1]].expand(case.num_heads, part.visible.shape[1]).T
             for name in ("lse", "row_max"):
                 was, now = (flat_statistic(x, t[name])[part.rows].double() for t in (before, after))
                 _close(f"{name} of a shifted bias", now, was + rows, torch.full_like(was, limit))
         for name in before.keys() - {"lse", "row_max"}:
-            gate = compare.GATES[mcase.case.torch_dtype]["out"]
+            gate = compare.GATES[case.torch_dtype]["out"]
             errors = compare.measure(after[name], before[name].double())
             near = errors.rel_l2 <= 2 * 0.85 * u and (name != "out" or errors.worst_row <= 2 * gate.worst_row)
             assert near, f"{name} of a shifted bias: {errors}"
@@ -369,49 +369,48 @@ def _shifts(base: Tensor, seed: int, by_head_only: bool) -> Tensor:
     return powers[torch.randint(9, shape, generator=random)].to(base)
 
 
-def _everything(x: ModifierInputs, target: Target, scale: float = 1.0, **changes: Any) -> dict[str, Tensor]:
+def _everything(x: Inputs, target: Target, scale: float = 1.0, **changes: Any) -> dict[str, Tensor]:
     """out, lse, row_max and all gradients for ``scale`` times dout and dlse."""
-    plain, case = x.plain, x.mcase.case
-    qkv = [t.detach().requires_grad_() for t in (plain.q, plain.k, plain.v)]
+    qkv = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
     leaves = {name: t.requires_grad_() for name, t in x.leaves().items()}
     out, lse, row_max = call(x, target, qkv, **x.keywords(leaves), **changes)
     found = {"out": out.detach(), "lse": lse.detach(), "row_max": row_max}
-    if not case.backward:
+    if not x.case.backward:
         return found
-    outputs, gradients = [out], [plain.dout * scale]
-    if plain.dlse is not None:
-        outputs, gradients = [*outputs, lse], [*gradients, plain.dlse * scale]
+    outputs, gradients = [out], [x.dout * scale]
+    if x.dlse is not None:
+        outputs, gradients = [*outputs, lse], [*gradients, x.dlse * scale]
     wanted = dict(zip(("dq", "dk", "dv"), qkv)) | {f"d {name}": t for name, t in leaves.items()}
     return found | dict(zip(wanted, torch.autograd.grad(outputs, list(wanted.values()), gradients)))
 
 
-def scaling_probe(mcase: ModifierCase, target: Target) -> None:
+def scaling_probe(case: Case, target: Target) -> None:
     """Powers of two pass through exactly, in bf16: v, q against the scale, and dout through all gradients."""
-    with naming(mcase, target):
-        mcase = mcase.replace(dtype="bf16")  # no subnormal numbers, whose roundings do not scale
-        x = make_modifier_inputs(mcase, target.device)
-        q, k, v = x.plain.q, x.plain.k, x.plain.v
+    with naming(case, target):
+        case = case.replace(dtype="bf16")  # no subnormal numbers, whose roundings do not scale
+        x = make_inputs(case, target.device)
+        q, k, v = x.q, x.k, x.v
         out, lse, _ = call(x, target)
         compare.assert_exact("out with v * 8", call(x, target, [q, k, v * 8])[0], out * 8)
-        scaled = call(x, target, [q * 4, k, v], scale=mcase.case.scale / 4)
+        scaled = call(x, target, [q * 4, k, v], scale=case.scale / 4)
         compare.assert_exact("out with q * 4 and scale / 4", scaled[0], out)
         compare.assert_exact("lse with q * 4 and scale / 4", scaled[1], lse)
         once, eightfold = _everything(x, target), _everything(x, target, scale=8.0)
         for name in once.keys() - {"out", "lse", "row_max"}:
-            if name != "dq" or mcase.case.deterministic:
+            if name != "dq" or case.deterministic:
                 compare.assert_exact(f"{name} with dout * 8", eightfold[name], once[name] * 8)
 
 
-def dlse_probe(mcase: ModifierCase, target: Target) -> None:
+def dlse_probe(case: Case, target: Target) -> None:
     """q = 0, dout = 0, whole numbers for dlse: gradients of bias, slopes and sinks are sums of known weights.
 
     dS = P dlse, and no 16-bit number is on the way, so the sums over broadcast dimensions are exact to fp32.
     """
-    with naming(mcase, target):
-        x = make_modifier_inputs(mcase.replace(data="zero_q"), target.device)
+    with naming(case, target):
+        x = make_inputs(case.replace(data="zero_q"), target.device)
         leaves = {name: t.requires_grad_() for name, t in x.leaves().items()}
         out, lse, _ = call(x, target, **x.keywords(leaves))
-        random = torch.Generator().manual_seed(mcase.case.seed)
+        random = torch.Generator().manual_seed(case.seed)
         dlse = torch.randint(-4, 5, lse.shape, generator=random).to(lse)
         grads = torch.autograd.grad([out, lse], list(leaves.values()), [torch.zeros_like(out), dlse])
         wanted, allowed = _sums(x, flat_statistic(x, dlse).double(), leaves)
@@ -422,9 +421,7 @@ def dlse_probe(mcase: ModifierCase, target: Target) -> None:
             _close(f"gradient of {name}", grad, wanted[name], limit)
 
 
-def _sums(
-    x: ModifierInputs, dlse: Tensor, leaves: dict[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _sums(x: Inputs, dlse: Tensor, leaves: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """By leaf the gradient for dS = P dlse, dlse (rows, heads), and by how much the sum may be off."""
     top_left = x.meaning({}).top_left
     wanted, allowed = (
@@ -476,28 +473,26 @@ def _add_to_bias(sums: Tensor, b: int, terms: Tensor) -> None:
 # ---- permutations ----------------------------------------------------------------------------------------
 
 
-def permute_probe(mcase: ModifierCase, target: Target) -> None:
+def permute_probe(case: Case, target: Target) -> None:
     """Dense: key heads with their query heads, or batch entries, in another order give the same bits in it.
 
     Not for dropout, whose draws belong to a place.
     """
-    with naming(mcase, target):
-        case = mcase.case
+    with naming(case, target):
         group = case.num_heads // case.num_heads_k
         for which, size in (("heads", case.num_heads_k), ("batch", case.batch)):
             order = torch.arange(size).roll(1)  # nothing stays in its place
             order_q = (order[:, None] * group + torch.arange(group)).flatten() if which == "heads" else order
             dim = 2 if which == "heads" else 0
-            x = make_modifier_inputs(mcase, target.device)
+            x = make_inputs(case, target.device)
             before = _everything(x, target)
             for c in x.choices:
                 if c.tensor is not None:
                     _reorder(c.tensor, _dim_of(c.part, which), order_q)
-            plain = x.plain
-            for t, own in ((plain.q, order_q), (plain.dout, order_q), (plain.k, order), (plain.v, order)):
+            for t, own in ((x.q, order_q), (x.dout, order_q), (x.k, order), (x.v, order)):
                 _reorder(t, -2 if which == "heads" else -4, own)
-            if x.plain.dlse is not None:
-                _reorder(x.plain.dlse, -2 if which == "heads" else -3, order_q)
+            if x.dlse is not None:
+                _reorder(x.dlse, -2 if which == "heads" else -3, order_q)
             after = _everything(x, target)
             names = {"out", "lse", "row_max", "dk", "dv", *(["dq"] if case.deterministic else [])}
             for name in sorted(after.keys() & names):

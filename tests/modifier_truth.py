@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flash_ext._ops.modifiers import Modifiers
-from tests.modifier_cases import ModifierInputs
+from tests.inputs import Inputs
 from tests.reference import (
     _kept,
     _score_terms,
@@ -51,28 +51,38 @@ class _Piece:
     place_k: Callable[[Tensor], Tensor]
 
 
-def compute_modifier_truth(x: ModifierInputs) -> Truth:
+def compute_modifier_truth(x: Inputs) -> Truth:
     """Truth of one case: out, lse, row_max and the gradients in ``needs``, by the names of GRADIENTS."""
-    plain, case, needs = x.plain, x.mcase.case, x.mcase.needs
-    cu = (plain.cu_seqlens_q, plain.cu_seqlens_k) if case.is_packed else ()
-    qkv = [_without_tail(t, case).requires_grad_() for t in (plain.q, plain.k, plain.v)]
+    value = exact(x)
+    tensors = [_without_tail(t, x.case) for t in (x.q, x.k, x.v, x.dout)]
+    leaves = {name: t.double() for name, t in x.leaves().items()}
+    with torch.no_grad():
+        noise, independent = _Noise(x, value, tensors, _dlse(x, value["lse"]), leaves).all()
+    return Truth(value, noise, {}, independent)
+
+
+def exact(x: Inputs) -> dict[str, Tensor]:
+    """The values alone."""
+    case = x.case
+    cu = (x.cu_seqlens_q, x.cu_seqlens_k) if case.is_packed else ()
+    qkv = [_without_tail(t, case).requires_grad_() for t in (x.q, x.k, x.v)]
     leaves = {name: t.double().requires_grad_() for name, t in x.leaves().items()}
     mods = x.meaning(leaves)
     out, lse = attention_reference(*qkv, case.spec, *cu, mods=mods)
     value = {"out": out.detach(), "lse": lse.detach()}
     with torch.no_grad():
         value["row_max"] = row_max_reference(*qkv, case.spec, *cu, mods=mods)
-    dout = _without_tail(plain.dout, case)
-    dlse = torch.zeros_like(lse) if plain.dlse is None else plain.dlse.double().nan_to_num()
-    wanted = _wanted(needs, qkv, leaves)
+    wanted = _wanted(case.needs, qkv, leaves)
     if case.backward and wanted:
-        grads = torch.autograd.grad([out, lse], list(wanted.values()), [dout, dlse], allow_unused=True)
+        dout = [_without_tail(x.dout, case), _dlse(x, lse)]
+        grads = torch.autograd.grad([out, lse], list(wanted.values()), dout, allow_unused=True)
         for (name, t), grad in zip(wanted.items(), grads):
             value[name] = torch.zeros_like(t) if grad is None else grad
-    with torch.no_grad():
-        leaves = {name: t.detach() for name, t in leaves.items()}
-        noise, independent = _Noise(x, value, [t.detach() for t in (*qkv, dout)], dlse, leaves).all()
-    return Truth(value, noise, {}, independent)
+    return value
+
+
+def _dlse(x: Inputs, lse: Tensor) -> Tensor:
+    return torch.zeros_like(lse) if x.dlse is None else x.dlse.double().nan_to_num()
 
 
 def _without_tail(t: Tensor, case) -> Tensor:
@@ -94,10 +104,10 @@ class _Noise:
     """Adds up the variances of all results, piece by piece."""
 
     def __init__(
-        self, x: ModifierInputs, value: dict[str, Tensor], tensors: list[Tensor], dlse: Tensor,
+        self, x: Inputs, value: dict[str, Tensor], tensors: list[Tensor], dlse: Tensor,
         leaves: dict[str, Tensor],
     ):  # fmt: skip
-        self.x, self.case, self.value, self.leaves = x, x.mcase.case, value, leaves
+        self.x, self.case, self.value, self.leaves = x, x.case, value, leaves
         self.tensors, self.dlse = tensors, dlse
         self.mods = x.meaning(leaves)
         self.u, self.floor = UNIT_ROUNDOFF[self.case.torch_dtype], UNDERFLOW[self.case.torch_dtype]

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from tests.cases import Case
-from tests.harness import TARGETS, CaseFailure, Target, poisoned, repro_line, run_case
+from tests.harness import TARGETS, CaseFailure, Target, repro_line, run_case
+from tests.memory import poisoned
 from tests.silence import WATCH
 
 CASE_SECONDS = 20.0

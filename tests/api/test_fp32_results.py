@@ -18,7 +18,8 @@ import flash_ext
 from flash_ext import masks
 from flash_ext._cpu.tiles import accumulator_dtype
 from flash_ext._ops.library import _C
-from tests.harness import Target, on_modifier_tiles, on_paths, poison_pool
+from tests.harness import Target, on_all_tiles, on_paths
+from tests.memory import poison_pool
 from tests.qkv import make_packed, make_qkv, null_kernels, on_devices
 from tests.values import values
 
@@ -139,7 +140,7 @@ MODIFIERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("modifiers", MODIFIERS, ids=lambda m: "+".join(m))
-@on_modifier_tiles
+@on_all_tiles
 def test_with_modifiers(target: Target, modifiers: dict[str, Any]) -> None:
     options = {n: o.to(target.device) if hasattr(o, "to") else o for n, o in modifiers.items()}
     sizes = (64, 128, 192, 256, 33) if target.device == "cuda" else (33,)

@@ -13,92 +13,88 @@ from torch import Tensor
 import flash_ext
 from flash_ext import AuxRequest, masks
 from tests.attention.calls import attend, make_qkv
-from tests.cases import dense, packed
-from tests.harness import TARGETS, Target, on_modifier_gpu_paths, on_modifier_paths, on_modifier_tiles
-from tests.modifier_cases import ModifierCase, make_modifier_inputs
-from tests.modifier_harness import call, for_each, naming
+from tests.cases import Case, dense, packed
+from tests.harness import TARGETS, Target, call, naming, on_all_tiles, on_gpu_paths, on_paths, run_cases
+from tests.inputs import make_inputs
 
 CAUSAL, TOP_LEFT = masks.Causal(), masks.Causal("top_left")
 LARGE = 4096  # rows and keys in tests of memory: their product is far above everything linear
 
 
-def bias_cases(target: Target) -> list[ModifierCase]:
+def bias_cases(target: Target) -> list[Case]:
     """Every choice of broadcast dimensions, dense and packed, in the three types."""
     lengths, other_lengths = ((150, 190), (300, 300)) if target.device == "cuda" else ((140, 60), (30, 270))
-    mcases = []
+    cases = []
     for index, picks in enumerate(itertools.product((True, False), repeat=4)):
         dims = "".join(dim if pick else "1" for dim, pick in zip("bhqk", picks))
         common = {"dtype": ("bf16", "fp16")[index % 2], "causal": index % 3 == 0, "seed": index,
                   "deterministic": index % 2 == 1, "dlse": True}  # fmt: skip
         for flags in ("", "_f32"):
-            mcases.append(ModifierCase(dense(3, *lengths, 4, 2, 64, **common), (f"bias_{dims}{flags}",)))
+            cases.append(dense(3, *lengths, 4, 2, 64, **common, mods=(f"bias_{dims}{flags}",)))
         lens = {"num_heads": 4, "num_heads_k": 2, "head_dim": (64, 128)[index % 2]}
-        mcases.append(ModifierCase(packed([70, 0, 131], [90, 8, 70], **lens, **common), (f"bias_{dims}",)))
-        mcases.append(
-            ModifierCase(
-                dense(2, *other_lengths, 2, 1, 128, **common), (f"bias_{dims}", "drop0.5"), ("mods",)
-            )
+        cases.append(packed([70, 0, 131], [90, 8, 70], **lens, **common, mods=(f"bias_{dims}",)))
+        cases.append(
+            dense(2, *other_lengths, 2, 1, 128, **common, mods=(f"bias_{dims}", "drop0.5"), needs=("mods",))
         )
     for dims in ("bhqk", "qk", "hqk", "k", "1k", "q1"):
-        mcases.append(ModifierCase(dense(2, 65, 129, 3, 1, 64), (f"bias_{dims}",)))
-    return mcases
+        cases.append(dense(2, 65, 129, 3, 1, 64, mods=(f"bias_{dims}",)))
+    return cases
 
 
-@on_modifier_tiles
+@on_all_tiles
 def test_gradient_of_every_broadcast(target: Target) -> None:
     """The gradient of a bias is the sum over its broadcast dimensions, whichever they are."""
-    for_each(bias_cases(target), target, cpu=8)
+    run_cases(bias_cases(target), target, cpu=8)
 
 
-@on_modifier_gpu_paths
+@on_gpu_paths
 def test_gradients_that_many_heads_share(target: Target) -> None:
     """Sums over up to 160 heads, of which CTAs have parts; 130 rows are too many for the short kernels."""
-    for_each(
+    run_cases(
         [
-            ModifierCase(dense(40, 130, 150, 4, 2, 64, dlse=True), (f"bias_{dims}",))
+            dense(40, 130, 150, 4, 2, 64, dlse=True, mods=(f"bias_{dims}",))
             for dims in ("1hq1", "b1q1", "11q1", "111k", "1h11", "1111", "11qk")
         ],
         target,
     )
 
 
-@on_modifier_gpu_paths
+@on_gpu_paths
 def test_gradients_of_a_shared_bias_beside_masks(target: Target) -> None:
     """Masks of keys, of rows and of both; some rows and tiles see nothing. Alone and beside intervals."""
     biases = ("bias_1hqk", "bias_b1qk_f32", "bias_11qk_odd")
     hidden = ("padding", "padding_left", "mask_b1qk", "mask_bhqk_blocky", "mask_1hq1", "mask_11qk")
     shapes = itertools.cycle(((5, 257, 257), (3, 150, 330), (7, 129, 128), (2, 300, 65)))
-    mcases = []
-    for index, (mask, bias) in enumerate(itertools.product(hidden, biases)):
-        common = {"dtype": ("bf16", "fp16")[index // 2 % 2], "causal": index % 3 == 0, "seed": index}
+    cases = []
+    for index, mods in enumerate(itertools.product(biases, hidden)):
+        common = {"dtype": ("bf16", "fp16")[index // 2 % 2], "causal": index % 3 == 0, "seed": index,
+                  "deterministic": index % 2 == 1, "mods": mods}  # fmt: skip
         for head_dim in (32, 64, 128):
-            case = dense(*next(shapes), 4, 2, head_dim, deterministic=index % 2 == 1, **common)
-            mcases.append(ModifierCase(case, (bias, mask), ("mods",) if head_dim == 32 else ("qkv", "mods")))
-    for_each(mcases, target)
+            needs = ("mods",) if head_dim == 32 else ("qkv", "mods")
+            cases.append(dense(*next(shapes), 4, 2, head_dim, needs=needs, **common))
+    run_cases(cases, target)
 
 
-@on_modifier_paths
+@on_paths
 def test_any_strides(target: Target) -> None:
     """43 keys, rows off 16 bytes, slices of wider ones; transposed, expanded, every second."""
     names = [f"{kind}_{dims}_{flag}" for kind in ("bias", "mask") for dims in ("1hqk", "b1qk", "qk")
              for flag in ("odd", "t", "skip", "expanded", "odd_skip")]  # fmt: skip
-    mcases = [
-        ModifierCase(dense(2, seqlen_q, seqlen_k, 4, 2, 64, causal=causal, seed=seqlen_k), (name,))
+    cases = [
+        dense(2, seqlen_q, seqlen_k, 4, 2, 64, causal=causal, seed=seqlen_k, mods=(name,))
         for name in names
         for seqlen_q, seqlen_k, causal in ((43, 43, True), (130, 171, False))
     ]
-    for_each(mcases, target, cpu=9)
+    run_cases(cases, target, cpu=9)
 
 
-@on_modifier_gpu_paths
+@on_gpu_paths
 def test_an_entry_for_each_score_in_rows_off_16_bytes(target: Target) -> None:
     """Every place of a row behind 16 bytes, last tiles of few rows and keys, one sequence or head, slices."""
     shapes = ((81, 81, 3, 2), (130, 197, 3, 2), (577, 131, 2, 2), (128, 130, 1, 3), (200, 333, 3, 1),
               (9, 1001, 2, 2), (262, 388, 2, 3))  # fmt: skip
-    mcases = [
-        ModifierCase(
-            dense(batch, rows, keys, heads, 1, head_dim, seed=index, **options), ("bias_bhqk", *more)
-        )
+    cases = [
+        dense(batch, rows, keys, heads, 1, head_dim, seed=index, **options, mods=("bias_bhqk", *more))
         for index, (rows, keys, batch, heads) in enumerate(shapes)
         for head_dim, options, *more in (
             (32, {"causal": True}),
@@ -112,13 +108,11 @@ def test_an_entry_for_each_score_in_rows_off_16_bytes(target: Target) -> None:
             (256, {}),
         )
     ]
-    mcases += [
-        ModifierCase(dense(2, 130, 171, 3, 3, 64), (f"bias_bhqk_{flag}",)) for flag in ("odd", "t", "skip")
-    ]
-    for_each(mcases, target)
+    cases += [dense(2, 130, 171, 3, 3, 64, mods=(f"bias_bhqk_{flag}",)) for flag in ("odd", "t", "skip")]
+    run_cases(cases, target)
 
 
-@on_modifier_gpu_paths
+@on_gpu_paths
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_bias_reaches_its_own_head_only(target: Target, head_dim: int) -> None:
     """The last tile of a head's rows holds rows of the next head, which has NaN and infinity here."""
@@ -139,19 +133,20 @@ def test_a_bias_reaches_its_own_head_only(target: Target, head_dim: int) -> None
         assert torch.equal(clean, beside)
 
 
-@on_modifier_paths
+@on_paths
 def test_only_a_bias_slopes_or_sinks_ask_for_a_gradient(target: Target) -> None:
     shapes = (dense(2, 100, 140, 4, 2, 64, causal=True), packed([70, 0, 33], [80, 9, 64], num_heads_k=1),
               dense(1, 257, 65, 6, 3, 128, dlse=True, deterministic=True))  # fmt: skip
     names = ("bias_bhqk", "bias_11qk_f32", "bias_b11k", "bias_h11_expanded", "distance40", "distance9_shared",
              "alibi", "alibi_b", "sinks")  # fmt: skip
-    mcases = [ModifierCase(case, (name,), ("mods",)) for case in shapes for name in names]
-    mcases += [ModifierCase(case, ("distance40", "alibi", "sinks"), ("mods",)) for case in shapes]
-    mcases += [ModifierCase(case, ("bias_1hqk", "alibi", "sinks", "softcap5"), ("mods",)) for case in shapes]
-    for_each(mcases, target, cpu=8)
+    cases = [case.replace(mods=(name,), needs=("mods",)) for case in shapes for name in names]
+    cases += [case.replace(mods=("distance40", "alibi", "sinks"), needs=("mods",)) for case in shapes]
+    together = ("bias_1hqk", "alibi", "sinks", "softcap5")
+    cases += [case.replace(mods=together, needs=("mods",)) for case in shapes]
+    run_cases(cases, target, cpu=8)
 
 
-@on_modifier_paths
+@on_paths
 def test_types_that_do_not_fit_are_refused(target: Target) -> None:
     """No reinterpretation: a bias of bytes or of the other half precision raises before any launch."""
     q, k, v = (torch.randn(1, 8, 2, 64, device=target.device).to(torch.float16) for _ in range(3))
@@ -164,11 +159,11 @@ def test_types_that_do_not_fit_are_refused(target: Target) -> None:
     torch.testing.assert_close(single, half, rtol=2.0**-10, atol=1e-4)
 
 
-@on_modifier_paths
+@on_paths
 def test_masks_by_query_head_for_every_group(target: Target) -> None:
     """What is per head counts query heads, with 1 to 8 of them to a key head."""
-    mcases = [
-        ModifierCase(dense(2, 66, 100, group * kv_heads, kv_heads, 64, seed=group), (name, *more))
+    cases = [
+        dense(2, 66, 100, group * kv_heads, kv_heads, 64, seed=group, mods=(name, *more))
         for group in range(1, 9)
         for kv_heads in (1, 2)
         for name, *more in (
@@ -178,37 +173,38 @@ def test_masks_by_query_head_for_every_group(target: Target) -> None:
             ("blocks16x16_bh", "sinks"),
         )
     ]  # fmt: skip
-    for_each(mcases, target, cpu=8)
+    run_cases(cases, target, cpu=8)
 
 
-@on_modifier_paths
+@on_paths
 def test_order_of_operations(target: Target) -> None:
     """Scale, softcap, bias, mask, and after them sink and dropout: every subset, scores beyond the cap."""
     parts = ("softcap2", "bias_1hqk_f32", "padding", "sinks", "drop0.5")
-    mcases = [
-        ModifierCase(dense(2, 90, 130, 4, 2, 64, data="large", seed=7), tuple(itertools.compress(parts, on)))
+    cases = [
+        dense(2, 90, 130, 4, 2, 64, data="large", seed=7,
+              mods=tuple(itertools.compress(parts, on)) or ("maxima",))
         for on in itertools.product((False, True), repeat=len(parts))
     ]  # fmt: skip
-    for_each(mcases, target, cpu=8)
+    run_cases(cases, target, cpu=8)
 
 
-@on_modifier_paths
+@on_paths
 def test_sinks_and_groups_that_are_no_power_of_two(target: Target) -> None:
-    mcases = [
-        ModifierCase(dense(2, rows, 77, 2 * group, 2, head_dim, causal=causal), ("sinks", "alibi"))
+    cases = [
+        dense(2, rows, 77, 2 * group, 2, head_dim, causal=causal, mods=("sinks", "alibi"))
         for group in (3, 5, 8)
         for rows in (1, 7, 130)
         for head_dim, causal in ((64, False), (128, True))
     ]
     for lens_q, lens_k in (([5, 0, 90], [0, 4, 70]), ([5, 30], [0, 0]), ([70, 3], [2, 140])):
         case = packed(lens_q, lens_k, num_heads=6, causal=True, dlse=True, tail=4)
-        mcases.append(ModifierCase(case, ("sinks",)))
+        cases.append(case.replace(mods=("sinks",)))
     # Rows without keys give everything to the sink: out is 0, lse the sink, and dlse its gradient.
-    mcases += [ModifierCase(dense(2, 50, n, 4, 2, 64, causal=True, dlse=True), ("sinks",)) for n in (0, 20)]
-    for_each(mcases, target, cpu=8)
+    cases += [dense(2, 50, n, 4, 2, 64, causal=True, dlse=True, mods=("sinks",)) for n in (0, 20)]
+    run_cases(cases, target, cpu=8)
 
 
-@on_modifier_paths
+@on_paths
 def test_slopes_are_the_bias_they_stand_for(target: Target) -> None:
     """Also one below 0; both alignments, lengths that differ."""
     slopes = masks.ALiBi(torch.tensor([0.5, 0.25, 0.125, -0.0625], device=target.device))
@@ -220,12 +216,12 @@ def test_slopes_are_the_bias_they_stand_for(target: Target) -> None:
             torch.testing.assert_close(by_slope, by_bias, rtol=tolerance, atol=tolerance)
 
 
-@on_modifier_paths
+@on_paths
 def test_small_masks_ten_times(target: Target) -> None:
     """A (20, 4, 4, 32) mask gives the right results each time, and so does one of a single row."""
-    mcases = [ModifierCase(dense(20, rows, 32, 4, 4, 64), (f"{kind}_bhqk",)) for rows in (4, 1)
+    cases = [dense(20, rows, 32, 4, 4, 64, mods=(f"{kind}_bhqk",)) for rows in (4, 1)
               for kind in ("mask", "bias")]  # fmt: skip
-    for_each(mcases * (5 if target.device == "cuda" else 1), target)  # each runs it twice
+    run_cases(cases * (5 if target.device == "cuda" else 1), target)  # each runs it twice
 
 
 # --------------------------------------------------------------------------------------------------
@@ -243,7 +239,7 @@ def rows_with(value: float, dtype: torch.dtype, device: str) -> tuple[Tensor, Te
 
 @pytest.mark.parametrize("bias_dtype", ["half", "float32"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@on_modifier_paths
+@on_paths
 def test_minus_infinity_hides_a_row_and_the_lowest_number_does_not(
     target: Target, dtype: torch.dtype, bias_dtype: str
 ) -> None:
@@ -289,34 +285,30 @@ def test_minus_infinity_hides_a_row_and_the_lowest_number_does_not(
         torch.testing.assert_close(a, b, rtol=4 * u, atol=u, msg=lambda text, words=words: words + text)
 
 
-@on_modifier_tiles
+@on_all_tiles
 def test_first_tiles_hidden_by_minus_infinity(target: Target) -> None:
     """The running maximum stays -inf over whole tiles, for some rows for all of them."""
     rows = 130 if target.device == "cuda" else 15
-    mcases = [
-        ModifierCase(
-            dense(2, rows, 512, 4, 2, head_dim, causal=causal, dtype=dtype), (f"bias_{dims}_inf{f32}",)
-        )
+    cases = [
+        dense(2, rows, 512, 4, 2, head_dim, causal=causal, dtype=dtype, mods=(f"bias_{dims}_inf{f32}",))
         for head_dim, dtype in ((64, "fp16"), (128, "bf16"), (256, "bf16"))
         for causal in (False, True)
         for dims, f32 in (("1hqk", ""), ("b1qk", "_f32"), ("b11k", "_f32"))
     ]  # fmt: skip
-    for_each(mcases, target, cpu=4)
+    run_cases(cases, target, cpu=4)
 
 
-@on_modifier_paths
+@on_paths
 def test_softcap_of_every_size(target: Target) -> None:
     """1e-3 to 1e6 with scores up to 1e5: saturated, in between and as good as off; 0 is off, bit for bit."""
-    mcases = [
-        ModifierCase(
-            dense(2, 100, 140, 4, 2, 64, softmax_scale=scale, dtype=dtype, dlse=True), (f"softcap{cap}",)
-        )
+    cases = [
+        dense(2, 100, 140, 4, 2, 64, softmax_scale=scale, dtype=dtype, dlse=True, mods=(f"softcap{cap}",))
         for cap in ("0.001", "1", "30", "99", "101", "1e6")
         for scale in (None, 5000.0)
         for dtype in ("fp16", "bf16")
     ]  # fmt: skip
-    for_each(mcases, target, cpu=8)
-    x = make_modifier_inputs(ModifierCase(dense(2, 100, 140, 4, 2, 64)), target.device)
+    run_cases(cases, target, cpu=8)
+    x = make_inputs(dense(2, 100, 140, 4, 2, 64), target.device)
     off, explicit = call(x, target), call(x, target, softcap=float("0"))
     assert all(torch.equal(a, b) for a, b in zip(off, explicit))
     for wrong in (-1.0, math.nan, math.inf):
@@ -324,21 +316,19 @@ def test_softcap_of_every_size(target: Target) -> None:
             call(x, target, softcap=wrong)
 
 
-@on_modifier_paths
+@on_paths
 def test_unusual_scales_beside_every_modifier(target: Target) -> None:
     """A scale of 0 meets -inf, a negative one turns the order of scores round, 1e-30 leaves what is added."""
     names = ("padding", "mask_b1qk", "bias_1hqk_inf", "bias_b11k_f32", "blocks16x16_h", "hkeys1_h", "alibi",
              "sinks", "softcap2", "drop0.5", "documents,sinks", "mask_bhqk_blocky,alibi")  # fmt: skip
-    mcases = [
-        ModifierCase(
-            dense(2, 100, 140, 4, 2, head_dim, softmax_scale=scale, causal=causal, dlse=causal, dtype=dtype),
-            tuple(name.split(",")),
-        )
+    cases = [
+        dense(2, 100, 140, 4, 2, head_dim, softmax_scale=scale, causal=causal, dlse=causal, dtype=dtype,
+              mods=tuple(name.split(",")))
         for name in names
         for scale, causal in ((0.0, False), (-0.125, True), (-0.125, False), (1e-30, True))
         for head_dim, dtype in ((64, "bf16"), (128, "fp16"))
     ]  # fmt: skip
-    for_each(mcases, target, cpu=9)
+    run_cases(cases, target, cpu=9)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -366,28 +356,28 @@ ONE_OF_EVERY_KIND = (
 )  # fmt: skip
 
 
-def in_every_size(head_dim: int) -> list[ModifierCase]:
+def in_every_size(head_dim: int) -> list[Case]:
     """Every kind at one head size, dense and packed by turns, in both types, causal or not."""
     packing = {"num_heads": 4, "num_heads_k": 2, "head_dim": head_dim, "deterministic": True}
-    mcases = []
+    cases = []
     for index, name in enumerate(ONE_OF_EVERY_KIND):
         common = {"causal": index % 4 < 2, "dtype": ("bf16", "fp16")[index // 2 % 2], "seed": index}
         case = dense(2, 200, 300, 4, 2, head_dim, deterministic=True, **common)
         if (index + head_dim // 32) % 2:
             case = packed([1, 190, 0, 77], [5, 290, 3, 77], **packing, **common)
-        mcases.append(ModifierCase(case, (name,)))
-    return mcases
+        cases.append(case.replace(mods=(name,)))
+    return cases
 
 
-def changes(mcase: ModifierCase, target: Target, repeats: int) -> dict[str, int]:
+def changes(case: Case, target: Target, repeats: int) -> dict[str, int]:
     """How many 16-bit words of each result changed in any of so many repeats, of those that did."""
-    x = make_modifier_inputs(mcase, target.device)
-    qkv = [t.detach().requires_grad_() for t in (x.plain.q, x.plain.k, x.plain.v)]
+    x = make_inputs(case, target.device)
+    qkv = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
     leaves = {keyword: t.requires_grad_() for keyword, t in x.leaves().items()}
 
     def results() -> list[Tensor]:
         out, lse, _ = call(x, target, qkv, **x.keywords(leaves))
-        grads = torch.autograd.grad(out, [*qkv, *leaves.values()], x.plain.dout)
+        grads = torch.autograd.grad(out, [*qkv, *leaves.values()], x.dout)
         return [t.detach().contiguous().view(torch.int16).flatten() for t in (out, lse, *grads)]
 
     with torch.random.fork_rng():
@@ -402,34 +392,34 @@ def changes(mcase: ModifierCase, target: Target, repeats: int) -> dict[str, int]
 
 
 @pytest.mark.parametrize("name", REPEATED)
-@on_modifier_paths
+@on_paths
 def test_a_thousand_repeats_of_every_gradient_give_the_same_bits(target: Target, name: str) -> None:
     """All results, the gradients of bias, slopes and sinks and dq in the deterministic mode."""
     repeats = 1000 if target.device == "cuda" else 1
-    assert changes(ModifierCase(REPEATED[name], (name,)), target, repeats) == {}
+    assert changes(REPEATED[name].replace(mods=(name,)), target, repeats) == {}
 
 
 @pytest.mark.parametrize("dims", ["bh1k", "b11k", "1h1k", "111k"])
-@on_modifier_gpu_paths
+@on_gpu_paths
 def test_sums_over_rows_repeat_beside_a_dq_that_does_not(target: Target, dims: str) -> None:
     """Not deterministic: one kernel makes dk and the gradient of a bias that rows share."""
     for head_dim, causal in ((64, True), (128, False)):
         case = dense(3, 700, 900, 8, 2, head_dim, causal=causal, deterministic=False)
-        mcase = ModifierCase(case, (f"bias_{dims}",))
-        assert set(changes(mcase, target, 300)) <= {"dq"}
+        modified = case.replace(mods=(f"bias_{dims}",))
+        assert set(changes(modified, target, 300)) <= {"dq"}
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@on_modifier_paths
+@on_paths
 def test_a_thousand_repeats_of_every_modifier_give_the_same_bits(target: Target, head_dim: int) -> None:
     """Each kind alone, at each compiled head size."""
 
-    def run(mcase: ModifierCase, target: Target) -> None:
-        with naming(mcase, target):
-            changed = changes(mcase, target, 1000 if target.device == "cuda" else 1)
+    def run(case: Case, target: Target) -> None:
+        with naming(case, target):
+            changed = changes(case, target, 1000 if target.device == "cuda" else 1)
             assert changed == {}, f"16-bit words that changed: {changed}"
 
-    for_each(in_every_size(head_dim), target, run, cpu=2)
+    run_cases(in_every_size(head_dim), target, run, cpu=2)
 
 
 def test_a_repeat_that_changes_a_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,9 +431,9 @@ def test_a_repeat_that_changes_a_bit_is_noticed(monkeypatch: pytest.MonkeyPatch)
         return out, lse + 1e-3 * (len(calls) == 3), row_max
 
     monkeypatch.setattr(sys.modules[__name__], "call", unsteady)
-    mcase = ModifierCase(dense(1, 20, 20, 2, 1, 64, deterministic=True), ("alibi",))
-    assert list(changes(mcase, TARGETS["cpu"], 3)) == ["lse"]
-    assert changes(mcase, TARGETS["cpu"], 3) == {}
+    case = dense(1, 20, 20, 2, 1, 64, deterministic=True, mods=("alibi",))
+    assert list(changes(case, TARGETS["cpu"], 3)) == ["lse"]
+    assert changes(case, TARGETS["cpu"], 3) == {}
 
 
 def peak_of(call) -> int:
@@ -458,19 +448,19 @@ def peak_of(call) -> int:
 
 @pytest.mark.caching
 @pytest.mark.parametrize("dims", ["1h11", "b11k", "1hq1", "1111", "11qk", "h11"])
-@on_modifier_gpu_paths
+@on_gpu_paths
 def test_memory_of_a_bias_gradient_is_that_of_its_result(target: Target, dims: str) -> None:
     """Beyond dq, dk, dv and what is linear in them: the gradient itself, and never one score per pair."""
     name = f"bias_{dims}_f32" if len(dims) == 4 else f"bias_{dims}_expanded"
-    mcase = ModifierCase(dense(2, LARGE, LARGE, 4, 2, 64), (name,))
-    x = make_modifier_inputs(mcase, target.device)
-    qkv = [t.detach().requires_grad_() for t in (x.plain.q, x.plain.k, x.plain.v)]
+    case = dense(2, LARGE, LARGE, 4, 2, 64, mods=(name,))
+    x = make_inputs(case, target.device)
+    qkv = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
     leaves = {keyword: t.requires_grad_() for keyword, t in x.leaves().items()}
     keywords = x.keywords(leaves)
 
     def run() -> None:
         out, *_ = call(x, target, qkv, **keywords)
-        torch.autograd.grad(out, [*qkv, *leaves.values()], x.plain.dout)
+        torch.autograd.grad(out, [*qkv, *leaves.values()], x.dout)
 
     run()
     (leaf,) = leaves.values()

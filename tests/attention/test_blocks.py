@@ -14,10 +14,8 @@ from flash_ext import AuxRequest, masks
 from tests import compare
 from tests.attention.calls import RESULTS, assert_same, differentiate, make_qkv
 from tests.attention.test_bias import peak_of
-from tests.cases import dense, packed
-from tests.harness import Target, on_modifier_gpu_paths, on_modifier_paths, on_modifier_tiles
-from tests.modifier_cases import ModifierCase
-from tests.modifier_harness import for_each
+from tests.cases import Case, dense, packed
+from tests.harness import Target, on_all_tiles, on_gpu_paths, on_paths, run_cases
 from tests.modifier_probes import count_probe, mask_probe, sparse_dout_probe
 
 BLOCK_SIZES = ((16, 16), (16, 128), (48, 80), (64, 64), (128, 128), (64, 192), (192, 64), (256, 16))
@@ -32,7 +30,7 @@ def with_gradients(target: Target, qkv: list[Tensor], **keywords) -> list[Tensor
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@on_modifier_tiles
+@on_all_tiles
 def test_no_block_no_row_of_blocks_and_all_blocks(target: Target, causal: bool) -> None:
     """Nothing to see gives exactly nothing, and ends; everything the bits of a call without a map.
 
@@ -56,47 +54,45 @@ def test_no_block_no_row_of_blocks_and_all_blocks(target: Target, causal: bool) 
         assert torch.equal(some[0][:, :, 2:], plain[0][:, :, 2:])
 
 
-def sized_cases(target: Target) -> list[ModifierCase]:
+def sized_cases(target: Target) -> list[Case]:
     """Block sizes that cut tiles and that tiles cut, lengths that no block divides, maps by head and not."""
     lengths = ((200, 330, True), (257, 129, False))
     if target.device == "cpu":
         lengths = ((50, 270, True), (140, 70, False))
-    mcases = []
+    cases = []
     for index, (rows, cols) in enumerate(BLOCK_SIZES):
         for flags in ("", "_bh", "_h_t"):
             name = f"blocks{rows}x{cols}{flags}"
             head_dim = (64, 128, 256, 96)[index % 4]
             common = {"head_dim": head_dim, "num_heads": 4, "num_heads_k": 2, "seed": index}
             for seqlen_q, seqlen_k, causal in lengths:
-                mcases.append(
-                    ModifierCase(
-                        dense(2, seqlen_q, seqlen_k, 4, 2, head_dim, causal=causal, seed=index), (name,)
-                    )
+                cases.append(
+                    dense(2, seqlen_q, seqlen_k, 4, 2, head_dim, causal=causal, seed=index, mods=(name,))
                 )
-            mcases.append(ModifierCase(packed([70, 0, 210], [190, 5, 100], causal=index % 2 == 0, **common),
-                                       (name,)))  # fmt: skip
-    return mcases
+            common["mods"] = (name,)
+            cases.append(packed([70, 0, 210], [190, 5, 100], causal=index % 2 == 0, **common))
+    return cases
 
 
-@on_modifier_tiles
+@on_all_tiles
 def test_every_block_size_shows_its_keys(target: Target) -> None:
     """Tiles and blocks that do not divide each other; a causal edge through partial blocks."""
-    for_each(sized_cases(target), target, count_probe, cpu=11)
-    for_each(sized_cases(target), target, mask_probe, cpu=11)
+    run_cases(sized_cases(target), target, count_probe, cpu=11)
+    run_cases(sized_cases(target), target, mask_probe, cpu=11)
 
 
-@on_modifier_tiles
+@on_all_tiles
 def test_maps_by_head_and_batch_under_groups(target: Target) -> None:
     """Values and all gradients; every second one beside an element mask."""
-    mcases = sized_cases(target)
-    mcases[1::2] = [ModifierCase(m.case, (*m.mods, "mask_b1qk")) for m in mcases[1::2]]
-    for_each(mcases, target, cpu=5)
+    cases = sized_cases(target)
+    cases[1::2] = [m.replace(mods=(*m.mods, "mask_b1qk")) for m in cases[1::2]]
+    run_cases(cases, target, cpu=5)
 
 
-@on_modifier_paths
+@on_paths
 def test_keys_that_nobody_visits_get_exactly_no_gradient(target: Target) -> None:
     """Also a whole column of blocks, and rows that visit nothing."""
-    for_each(sized_cases(target)[::2], target, sparse_dout_probe, cpu=4)
+    run_cases(sized_cases(target)[::2], target, sparse_dout_probe, cpu=4)
     qkv = make_qkv(target, 2, 300, 400, 4, 2, 128)
     blocks = torch.rand(2, 4, 5, 7, device=target.device) < 0.6
     blocks[..., 3] = False  # keys 192 to 255
@@ -106,7 +102,7 @@ def test_keys_that_nobody_visits_get_exactly_no_gradient(target: Target) -> None
     assert not dq[:, 64:128].any() and not out[:, 64:128].any()
 
 
-@on_modifier_paths
+@on_paths
 def test_maps_of_four_origins_agree(target: Target) -> None:
     """A map with cut blocks from a rule, from a dense mask and from PyTorch's own, and the mask itself."""
     rows, keys, device = 260, 330, target.device
@@ -164,7 +160,7 @@ def hiding_masks(device: str) -> dict[str, masks.Mask]:
 
 
 @pytest.mark.parametrize("kind", hiding_masks("cpu"))
-@on_modifier_tiles
+@on_all_tiles
 def test_a_nan_in_tiles_that_nobody_sees_reaches_nothing(target: Target, kind: str) -> None:
     """K and V hold NaN where no tile of any kernel reaches: results and gradients are those of zeros there.
 
@@ -185,7 +181,7 @@ def test_a_nan_in_tiles_that_nobody_sees_reaches_nothing(target: Target, kind: s
 
 
 @pytest.mark.caching
-@on_modifier_gpu_paths
+@on_gpu_paths
 def test_structured_masks_take_linear_memory(target: Target) -> None:
     """Forward and backward at 32768: one bit per pair of positions would already be beyond the limit."""
     length, heads = 32768, 2

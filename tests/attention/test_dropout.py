@@ -15,9 +15,7 @@ from tests import philox
 from tests.attention.calls import differentiate, make_qkv
 from tests.cases import dense, packed
 from tests.graphs import capture
-from tests.harness import Target, on_modifier_gpu_paths, on_modifier_paths, on_modifier_tiles
-from tests.modifier_cases import ModifierCase
-from tests.modifier_harness import for_each
+from tests.harness import Target, on_all_tiles, on_gpu_paths, on_paths, run_cases
 
 
 def units(rows: int, first: int, width: int, device: str) -> Tensor:
@@ -80,7 +78,7 @@ def defined_mask(rng: Tensor, p: float, shape: tuple[int, int, int, int, int]) -
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@on_modifier_tiles
+@on_all_tiles
 def test_forward_and_backward_drop_what_the_definition_says(target: Target, head_dim: int, p: float) -> None:
     """The mask that the CPU computes, bit for bit, seen in out and in dv, for every tile and group."""
     shapes = [(2, 200, 300, 4, 2), (1, 65, 130, 3, 1)] if target.device == "cuda" else [(2, 40, 70, 4, 2)]
@@ -92,7 +90,7 @@ def test_forward_and_backward_drop_what_the_definition_says(target: Target, head
             assert torch.equal(backward_mask(rng, p, shape, head_dim, target.choice), wanted), f"dv, {shape}"
 
 
-@on_modifier_paths
+@on_paths
 def test_masks_and_packing_do_not_move_the_draws(target: Target) -> None:
     """A key outside a window draws like any other; a sequence draws by its place in the batch."""
     rng, shape = random_rng(target.device, 5), (2, 130, 190, 2, 1)
@@ -114,23 +112,31 @@ def test_masks_and_packing_do_not_move_the_draws(target: Target) -> None:
         assert torch.equal(out[:7, :, :9].transpose(0, 1) != 0, wanted[0, :, :7, :9])
 
 
-@on_modifier_tiles
+@on_all_tiles
 def test_gradients_of_everything_under_dropout(target: Target) -> None:
     """dq by either kernel, dk, and the gradient of a bias see the same mask as out: against the oracle."""
     rows = 190 if target.device == "cuda" else 20
-    mcases = [
-        ModifierCase(
-            dense(2, rows, 257, 4, 2, head_dim, causal=causal, deterministic=deterministic, seed=head_dim),
-            ("bias_1hqk", f"drop{p}"),
+    cases = [
+        dense(
+            2,
+            rows,
+            257,
+            4,
+            2,
+            head_dim,
+            causal=causal,
+            deterministic=deterministic,
+            seed=head_dim,
+            mods=("bias_1hqk", f"drop{p}"),
         )
         for head_dim in (64, 128, 256)
         for causal, deterministic in ((False, True), (True, False))
         for p in (0.1, 0.9)
     ]
-    for_each(mcases, target, cpu=3)
+    run_cases(cases, target, cpu=3)
 
 
-@on_modifier_paths
+@on_paths
 def test_seeds_and_offsets_are_64_bits_wide(target: Target) -> None:
     """Read as unsigned: -1 is 2^64 - 1. No half is lost on the way to the kernels."""
     shape = (2, 33, 64, 2, 1)
@@ -143,7 +149,7 @@ def test_seeds_and_offsets_are_64_bits_wide(target: Target) -> None:
         assert torch.equal(backward_mask(rng, 0.5, shape, 64, target.path), wanted), f"dv, {pair}"
 
 
-@on_modifier_paths
+@on_paths
 def test_keep_rate_of_a_thousand_masks(target: Target) -> None:
     """Over all, by row, key, head, place in 8 x 8 and by single weight: within a binomial's reach."""
     batch, p = (1000 if target.device == "cuda" else 150), 0.3
@@ -175,7 +181,7 @@ def small_qkv(target: Target) -> list[Tensor]:
     return make_qkv(target, 2, 70, 70, 4, 2, 64)
 
 
-@on_modifier_paths
+@on_paths
 def test_seeds_repeat_calls_and_calls_differ(target: Target) -> None:
     """Two calls differ, manual_seed repeats both bitwise, and each takes two draws from the generator."""
     device = target.device
@@ -195,7 +201,7 @@ def test_seeds_repeat_calls_and_calls_differ(target: Target) -> None:
     assert torch.equal(after, torch.rand(3, device=device))
 
 
-@on_modifier_paths
+@on_paths
 def test_a_generator_is_honoured_and_the_default_one_untouched(target: Target) -> None:
     device = target.device
     qkv = small_qkv(target)
@@ -216,7 +222,7 @@ def test_a_generator_is_honoured_and_the_default_one_untouched(target: Target) -
     assert torch.equal(a, flash_ext.forward(*qkv, dropout_p=0.3, rng=rng, backend=target.path)[0])
 
 
-@on_modifier_paths
+@on_paths
 def test_a_checkpointed_layer_equals_a_plain_one(target: Target) -> None:
     """The recomputed mask is that of the first pass: bitwise the same gradients."""
     qkv = small_qkv(target)
@@ -235,16 +241,16 @@ def test_a_checkpointed_layer_equals_a_plain_one(target: Target) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
-@on_modifier_paths
+@on_paths
 def test_short_sequences_and_everything_dropped(target: Target) -> None:
     cases = [dense(2, 1, 1, 4, 2, 64), dense(2, 1, 300, 4, 4, 128), dense(3, 5, 1, 2, 1, 64, causal=True),
              packed([1] * 9, [3] * 9, num_heads_k=1), packed([1, 0, 2], [0, 4, 1])]  # fmt: skip
-    mcases = [ModifierCase(case, (f"drop{p}",)) for case in cases for p in (0.5, 1.0, 0.00001)]
-    for_each(mcases, target, cpu=4)
+    cases = [case.replace(mods=(f"drop{p}",)) for case in cases for p in (0.5, 1.0, 0.00001)]
+    run_cases(cases, target, cpu=4)
 
 
 @pytest.mark.caching
-@on_modifier_gpu_paths
+@on_gpu_paths
 def test_every_replay_of_a_graph_drops_others_and_its_backward_the_same(target: Target) -> None:
     """With q = 0, v = I and dout = I the mask shows in out and, transposed, in dv."""
     size, replays = 64, 20
@@ -266,7 +272,7 @@ def test_every_replay_of_a_graph_drops_others_and_its_backward_the_same(target: 
     assert len(masks) == replays
 
 
-@on_modifier_paths
+@on_paths
 def test_dropout_of_nothing_is_off_and_of_everything_is_zero(target: Target) -> None:
     qkv = small_qkv(target)
     plain = flash_ext.attention(*qkv, backend=target.path)

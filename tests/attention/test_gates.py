@@ -8,22 +8,20 @@ import pytest
 
 from tests.cases import dense
 from tests.emulated_modifiers import model
-from tests.harness import TARGETS, CaseFailure, Target, on_gpu_paths
-from tests.modifier_cases import ModifierCase
-from tests.modifier_gates import GATED, gate_case, gated_cases
-from tests.modifier_harness import for_each
+from tests.gates import GATED, gate_case, gated_cases
+from tests.harness import TARGETS, CaseFailure, Target, on_gpu_paths, run_cases
 
 CPU = TARGETS["cpu"]
 
 
 @on_gpu_paths
 def test_every_modifier_within_the_gates(target: Target) -> None:
-    for_each(gated_cases(), target, gate_case)
+    run_cases(gated_cases(), target, gate_case)
 
 
 def test_a_model_that_rounds_as_kernels_must_stays_within() -> None:
     with model():
-        for_each(gated_cases(256)[::9], CPU, gate_case)
+        run_cases(gated_cases(256)[::9], CPU, gate_case)
 
 
 BUGS = {
@@ -42,9 +40,9 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_leaves_the_gates(bug: str) -> None:
     name, dtype, words = BUGS[bug]
-    mcase = ModifierCase(dense(1, 300, 400, 4, 2, 64, dtype=dtype), (name,))
+    case = dense(1, 300, 400, 4, 2, 64, dtype=dtype, mods=(name,))
     with CPU.active(), model(bug), pytest.raises(CaseFailure, match=words):
-        gate_case(mcase, CPU)
+        gate_case(case, CPU)
 
 
 def test_every_kind_of_modifier_is_gated() -> None:

@@ -12,8 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import compare
 from tests.cases import big_cases, covering_cases, dense, edge_cases, random_cases, small_cases
+from tests.gates import check_gates
 from tests.harness import (
     Target,
+    naming,
     on_all_schedules,
     on_all_tiles,
     on_gpu_paths,
@@ -59,10 +61,8 @@ def test_large_shapes_within_the_gates(target: Target) -> None:
     with target.active():
         for case in big_cases():
             results = run_case(case, target)
-            for name in ("out", "dq", "dk", "dv"):
-                compare.assert_within_gates(
-                    f"{name} {case}", results.tensors[name], results.truth.value[name]
-                )
+            with naming(case, target):
+                check_gates(results.inputs, results.tensors, results.truth.value)
 
 
 def pytorch_flash(

@@ -11,11 +11,10 @@ from collections.abc import Callable
 import pytest
 
 from tests import modifier_probes as probes
-from tests.cases import dense, packed
+from tests.cases import Case, dense, packed
 from tests.emulated_modifiers import BUGS, model
-from tests.harness import TARGETS, CaseFailure, Target, on_modifier_paths, on_targets
-from tests.modifier_cases import BIASES, DISTANCES, MASKS, STRUCTURE, ModifierCase
-from tests.modifier_harness import for_each
+from tests.harness import TARGETS, CaseFailure, Target, on_paths, on_targets, run_cases
+from tests.modifier_cases import BIASES, DISTANCES, MASKS, STRUCTURE
 
 CPU = TARGETS["cpu"]
 WEIGHED = (*BIASES, *DISTANCES, "alibi", "alibi_b", "sinks", "softcap30", "drop0.1", "drop0.5", "drop0.9")
@@ -47,9 +46,9 @@ PERMUTED = ("bias_bhqk", "bias_1hqk", "mask_bhqk", "padding", "prefix", "hrows2_
 BOTH = ("dense", "packed")
 
 
-def cases(names: tuple[str, ...], kinds: tuple[str, ...] = BOTH, **options) -> list[ModifierCase]:
+def cases(names: tuple[str, ...], kinds: tuple[str, ...] = BOTH, **options) -> list[Case]:
     """Each causal and not, dense and packed, in a head size, a type and a mode that go round."""
-    mcases = []
+    cases = []
     for index, full_name in enumerate(names):
         for at in range(2):
             name = full_name
@@ -65,11 +64,11 @@ def cases(names: tuple[str, ...], kinds: tuple[str, ...] = BOTH, **options) -> l
                 case = dense(2, 150 + 50 * at, 257, 4, 2, **common)
                 # Nothing can end early or late there.
                 name = name.replace("_short", "").replace("_long", "")
-            mcases.append(ModifierCase(case, tuple(name.split(","))))
-    return mcases
+            cases.append(case.replace(mods=tuple(name.split(","))))
+    return cases
 
 
-LISTS: dict[Callable, list[ModifierCase]] = {
+LISTS: dict[Callable, list[Case]] = {
     probes.count_probe: cases(WEIGHED + TOGETHER),
     probes.weights_probe: cases(WEIGHED + TOGETHER + HIDING),
     probes.integer_probe: cases((*HIDING, "drop0.5", "padding,drop0.5", "documents,drop0.5")),
@@ -86,18 +85,18 @@ LISTS: dict[Callable, list[ModifierCase]] = {
 
 
 @pytest.mark.parametrize("probe", LISTS, ids=lambda probe: probe.__name__)
-@on_modifier_paths
+@on_paths
 def test_probes_of_every_modifier(target: Target, probe: Callable) -> None:
     """On the CPU by the model that rounds as kernels must: tolerances leave room for 16-bit factors."""
     with model() if target.device == "cpu" else contextlib.nullcontext():
-        for_each(LISTS[probe], target, probe, cpu=4)
+        run_cases(LISTS[probe], target, probe, cpu=4)
 
 
 @pytest.mark.parametrize("probe", (probes.weights_probe, probes.shift_probe, probes.dlse_probe),
                          ids=lambda probe: probe.__name__)  # fmt: skip
 @on_targets("sm80-99k")
 def test_probes_on_other_tiles(target: Target, probe: Callable) -> None:
-    for_each(LISTS[probe][::3], target, probe)
+    run_cases(LISTS[probe][::3], target, probe)
 
 
 # ---- the probes themselves -------------------------------------------------------------------------------
@@ -127,7 +126,7 @@ NOTICED = {
 
 
 def test_every_bug_of_the_model_has_its_probes() -> None:
-    assert NOTICED.keys() | {"cap_without_slope"} == set(BUGS)  # which values notice: test_modifier_gates.py
+    assert NOTICED.keys() | {"cap_without_slope"} == set(BUGS)  # which values notice: test_gates.py
 
 
 @pytest.mark.parametrize("bug", NOTICED)
@@ -135,10 +134,10 @@ def test_a_planted_bug_is_noticed_by_its_probes(bug: str) -> None:
     name, wanted = NOTICED[bug]
     rows = 150 if bug == "dbias_of_last_tile" else 20  # more than a tile of the CPU path
     keys = 512 if name == "drop0.5" else 300  # two tiles, and a power of two for whole numbers
-    mcase = ModifierCase(dense(2, rows, keys, 4, 2, 64, deterministic=True), tuple(name.split(",")))
+    case = dense(2, rows, keys, 4, 2, 64, deterministic=True, mods=tuple(name.split(",")))
     with CPU.active():
         for probe in (getattr(probes, f"{word}_probe") for word in sorted(wanted)):
             with model():
-                probe(mcase, CPU)
+                probe(case, CPU)
             with model(bug), pytest.raises(CaseFailure, match=r"--repro .*\n    (?!\w*Error)"):
-                probe(mcase, CPU)
+                probe(case, CPU)

@@ -18,10 +18,10 @@ from tests.harness import (
     choice_of,
     on_gpu_paths,
     on_paths,
-    poison_pool,
     run_cases,
 )  # fmt: skip
 from tests.inputs import Inputs, make_inputs
+from tests.memory import poison_pool
 
 REPEATED = {
     "mha": dense(2, 300, 300, 4, 4, 128, deterministic=True),

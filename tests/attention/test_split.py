@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 
 from flash_ext._ops.library import _C
-from tests import modifier_harness
 from tests.cases import (
     DATA_KINDS,
     Case,
@@ -20,17 +19,8 @@ from tests.cases import (
     packed,
     small_cases,
 )
-from tests.harness import (
-    Target,
-    on_all_tiles,
-    on_gpu_paths,
-    on_modifier_gpu_paths,
-    on_targets,
-    run_case,
-    run_cases,
-    run_probes,
-)
-from tests.modifier_cases import ModifierCase, paired_cases, single_cases
+from tests.harness import Target, on_all_tiles, on_gpu_paths, on_targets, run_case, run_cases, run_probes
+from tests.modifier_cases import paired_cases, single_cases
 
 
 def in_parts(target: Target, parts: int) -> Target:
@@ -109,15 +99,15 @@ def test_decoding_splits_by_itself(target: Target) -> None:
 # ---- with modifiers ----
 
 
-@on_modifier_gpu_paths
+@on_gpu_paths
 @pytest.mark.parametrize("parts", [1, 3, 40])
 def test_every_modifier_in_parts(target: Target, parts: int) -> None:
     """Alone and in pairs, on every shape: rows of a tile differ in their heads and queries."""
-    mcases = [mcase for mcase in single_cases() + paired_cases() if not mcase.dropout_p]
-    modifier_harness.for_each(mcases, in_parts(target, parts))
+    cases = [case for case in single_cases() + paired_cases() if not case.dropout_p]
+    run_cases(cases, in_parts(target, parts))
 
 
-@on_modifier_gpu_paths
+@on_gpu_paths
 def test_decoding_with_modifiers_splits_by_itself(target: Target) -> None:
     """One or a few new tokens over a long cache, with what models and batches ask for."""
     asked = (
@@ -128,13 +118,13 @@ def test_decoding_with_modifiers_splits_by_itself(target: Target) -> None:
         for i, name in enumerate(asked):
             rows, heads_k, head_dim = (1, 4)[i % 2], (8, 2, 1)[i % 3], (64, 128, 256)[i % 3]
             case = dense(2, rows, 5000, 8, heads_k, head_dim, causal=i % 2 == 1, backward=False)
-            modifier_harness.run_case(ModifierCase(case, (name,)), target)
+            run_case(case.replace(mods=(name,)), target)
             assert "fwd_split_mod" in _C.last_launch()["kernel"], name
         # A window beside first keys leaves out what lies between.
         for names in (("sinktok5",), ("sinktok40", "sinks"), ("prefix", "softcap30")):
             case = dense(2, 3, 5000, 8, 2, 128, window=(300, 0), backward=False)
             for parts in (1, 3):
-                modifier_harness.run_case(ModifierCase(case, names), in_parts(target, parts))
+                run_case(case.replace(mods=names), in_parts(target, parts))
 
 
 # ---- tiles of 128 queries on Hopper whose keys are in parts ----

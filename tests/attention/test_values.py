@@ -13,7 +13,8 @@ import flash_ext
 from tests import compare
 from tests.attention.calls import RESULTS, attend, differentiate, normal
 from tests.cases import DATA_KINDS, dense, packed
-from tests.harness import Target, on_all_tiles, on_paths, on_targets, poison_pool, run_case, run_cases
+from tests.harness import Target, on_all_tiles, on_paths, on_targets, run_case, run_cases
+from tests.memory import poison_pool
 
 
 def full(target: Target, shape: tuple[int, ...], value: float, dtype: torch.dtype = torch.bfloat16) -> Tensor:

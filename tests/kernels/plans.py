@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flash_ext._ops.library import _C
 from tests.cases import Case
-from tests.inputs import tensor_shapes
+from tests.layouts import tensor_shapes
 
 Both = int | tuple[int, int]  # one number for two that are equal
 

@@ -21,12 +21,10 @@ from flash_ext._ops.library import _C
 from flash_ext._ops.modifiers import Modifiers
 from flash_ext._ops.spec import AttnSpec, default_scale
 from tests import compare
-from tests.cases import dense, packed
-from tests.harness import TARGETS, Target, on_targets
+from tests.cases import Case, dense, packed
+from tests.harness import TARGETS, Target, call, compute, naming, on_targets, run_case, run_cases, truth_of
+from tests.inputs import make_inputs
 from tests.judge import judge
-from tests.modifier_cases import ModifierCase, make_modifier_inputs
-from tests.modifier_harness import call, call_and_differentiate, for_each, naming, run_case
-from tests.modifier_truth import compute_modifier_truth
 from tests.qkv import blank_qkv, null_kernels
 from tests.reference import attention_reference
 from tests.values import values
@@ -225,7 +223,7 @@ NOWHERE = ("softcap5,bias_1hqk_f32", "softcap5,alibi")
 WITH_CAUSAL = ("top", "prefix", "chunk48")  # without effect, or nearly so, otherwise
 
 
-def case_of(index: int, names: str, size: tuple[int, int | None], deterministic: bool) -> ModifierCase:
+def case_of(index: int, names: str, size: tuple[int, int | None], deterministic: bool) -> Case:
     """Every third one is packed; lengths, groups, windows and types change with the index."""
     mods = tuple(names.split(","))
     causal, window = (True, (40, -1)) if mods[0] == "sinktok5" else WINDOWS[index % len(WINDOWS)]
@@ -241,20 +239,20 @@ def case_of(index: int, names: str, size: tuple[int, int | None], deterministic:
         case = packed(lens_q, lens_k, tail=9 * (index % 2), hints=index % 4 < 2, **common)
     else:
         case = dense(2, *lengths[index % len(lengths)], **common)
-    return ModifierCase(case, mods)
+    return case.replace(mods=mods)
 
 
-def cases(compiled: int) -> dict[ModifierCase, str]:
+def cases(compiled: int) -> dict[Case, str]:
     """Those of one compiled head_dim with the kernels that are due: each modifier once."""
-    found: dict[ModifierCase, str] = {}
+    found: dict[Case, str] = {}
     index = 7 * compiled // 64  # other shapes for a modifier at every head_dim
 
     def add(names: str, kind: str, deterministic: bool) -> None:
         nonlocal index
         sizes = SIZES[compiled]
-        mcase = case_of(index, names, sizes[index % len(sizes)], deterministic)
-        size = max(mcase.case.head_dim, mcase.case.dim_v)
-        found[mcase] = kernel_of(kind, size, deterministic)
+        case = case_of(index, names, sizes[index % len(sizes)], deterministic)
+        size = max(case.head_dim, case.dim_v)
+        found[case] = kernel_of(kind, size, deterministic)
         index += 1
 
     for names in (*EVERYWHERE, *EVEN, *COPIED, *NOWHERE):
@@ -273,15 +271,15 @@ ALL_CASES = {compiled: cases(compiled) for compiled in COMPILED}
 def test_the_kernels_that_are_due_are_chosen(compiled: int) -> None:
     """Launches left out: by the strides and addresses that the cases have. With 128 keys more, of which no
     dense call is short; rows keep their alignment."""
-    for mcase, wanted in ALL_CASES[compiled].items():
-        longer = mcase if mcase.case.is_packed else mcase.replace(seqlen_k=mcase.case.seqlen_k + 128)
-        x = make_modifier_inputs(longer, "cpu")
-        qkv = [t.detach().requires_grad_() for t in (x.plain.q, x.plain.k, x.plain.v)]
+    for case, wanted in ALL_CASES[compiled].items():
+        longer = case if case.is_packed else case.replace(seqlen_k=case.seqlen_k + 128)
+        x = make_inputs(longer, "cpu")
+        qkv = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
         with null_kernels():
             out, *_ = call(x, TARGETS["sm90"], qkv, backend=None)
-            torch.autograd.grad(out, qkv, x.plain.dout)
+            torch.autograd.grad(out, qkv, x.dout)
             launch = _C.last_launch()
-        assert launch["direction"] == "bwd" and launch["kernel"] == wanted, mcase
+        assert launch["direction"] == "bwd" and launch["kernel"] == wanted, case
 
 
 @pytest.mark.parametrize("compiled", COMPILED)
@@ -290,13 +288,13 @@ def test_gradients_of_every_modifier(target: Target, compiled: int) -> None:
     """Every result against float64, in the kernels that are due."""
     kernels = ALL_CASES[compiled]
 
-    def run(mcase: ModifierCase, target: Target) -> None:
-        run_case(mcase, target)
-        with naming(mcase, target):
-            ran = _C.last_launch()["kernel"] if target.device == "cuda" else kernels[mcase]
-            assert ran == kernels[mcase], f"{ran} ran, {kernels[mcase]} was due"
+    def run(case: Case, target: Target) -> None:
+        run_case(case, target)
+        with naming(case, target):
+            ran = _C.last_launch()["kernel"] if target.device == "cuda" else kernels[case]
+            assert ran == kernels[case], f"{ran} ran, {kernels[case]} was due"
 
-    for_each(list(kernels), target, run, cpu=2)
+    run_cases(list(kernels), target, run, cpu=2)
 
 
 @on_targets("cpu", "sm90")
@@ -304,23 +302,23 @@ def test_nan_in_one_query_row(target: Target) -> None:
     """It reaches dk and dv of all keys that the row sees. The row's maximum, which Hopper's forward takes
     without NaN, is not looked at."""
     cases = [
-        ModifierCase(dense(2, 100, 130, 4, h_k, d, deterministic=d <= 128, data="nan_row"), mods)
+        dense(2, 100, 130, 4, h_k, d, deterministic=d <= 128, data="nan_row", mods=mods)
         for d in (COMPILED if target.device == "cuda" else COMPILED[:1])
         for h_k in (4, 2)
         for mods in (("alibi",), ("softcap30",), ("drop0.5",))
     ]
 
-    def run(mcase: ModifierCase, target: Target) -> None:
-        with naming(mcase, target):
-            x = make_modifier_inputs(mcase, target.device)
-            first, second = (call_and_differentiate(x, target) for _ in range(2))
+    def run(case: Case, target: Target) -> None:
+        with naming(case, target):
+            x = make_inputs(case, target.device)
+            first, second = (compute(x, target) for _ in range(2))
             gradients = {name: first[name] for name in ("out", "dq", "dk", "dv")}
-            judge(gradients, second, compute_modifier_truth(x), mcase.case.deterministic)
+            judge(gradients, second, truth_of(x), case.deterministic)
 
-    for_each(cases, target, run)
+    run_cases(cases, target, run)
 
 
-def repeated_cases() -> list[ModifierCase]:
+def repeated_cases() -> list[Case]:
     """More items than multiprocessors, drawn and not; above head_dim 128 also where no order is asked for."""
     found = []
     for index, (compiled, deterministic) in enumerate(itertools.product(COMPILED, (True, False))):
@@ -329,20 +327,20 @@ def repeated_cases() -> list[ModifierCase]:
         for size in SIZES[compiled]:
             case = dense(4, 700, 900, 8, 4, *size, deterministic=deterministic or compiled <= 128, seed=index)
             some = mods if deterministic or compiled > 128 else wide
-            found.append(ModifierCase(case, some, ("qkv",)))
+            found.append(case.replace(mods=some, needs=("qkv",)))
     return found
 
 
-@pytest.mark.parametrize("mcase", repeated_cases(), ids=str)
+@pytest.mark.parametrize("case", repeated_cases(), ids=str)
 @on_hopper
-def test_gradients_are_the_same_bits_every_time(target: Target, mcase: ModifierCase) -> None:
-    with target.active(), naming(mcase, target):
-        x = make_modifier_inputs(mcase, target.device)
-        first = call_and_differentiate(x, target)
-        size = max(mcase.case.head_dim, mcase.case.dim_v)
-        assert _C.last_launch()["kernel"] == kernel_of(TWO, size, mcase.case.deterministic)
+def test_gradients_are_the_same_bits_every_time(target: Target, case: Case) -> None:
+    with target.active(), naming(case, target):
+        x = make_inputs(case, target.device)
+        first = compute(x, target)
+        size = max(case.head_dim, case.dim_v)
+        assert _C.last_launch()["kernel"] == kernel_of(TWO, size, case.deterministic)
         for turn in range(20):
-            again = call_and_differentiate(x, target)
+            again = compute(x, target)
             for name, one in first.items():
                 assert torch.equal(one, again[name]), f"{name} of run {turn + 2}"
 

@@ -14,8 +14,9 @@ from torch import Tensor
 import flash_ext
 from flash_ext import masks
 from flash_ext._ops.spec import AttnSpec
-from tests.harness import Target, on_all_tiles, on_paths, poison_pool
+from tests.harness import Target, on_all_tiles, on_paths
 from tests.kernels.test_emulation import build
+from tests.memory import poison_pool
 from tests.reference import attention_reference, sequence_bounds
 
 MOST, LEAST = 2**31 - 1, -(2**31)

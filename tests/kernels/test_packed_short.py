@@ -12,8 +12,6 @@ import flash_ext
 from flash_ext._ops.library import _C
 from tests.cases import Case, packed
 from tests.harness import TARGETS, Target, on_targets, run_cases
-from tests.modifier_cases import ModifierCase
-from tests.modifier_harness import for_each
 
 ROW, ONE_WARPGROUP = "sm90.bwd.whole_keys", "sm90.bwd.dq_stored_short"
 SHORT = [100, 100, 64, 1, 0, 128, 17, 90]
@@ -125,7 +123,7 @@ def test_with_modifiers(target: Target, head_dim: int) -> None:
         "alibi",
     )
     cases = [packed(lens, lens, **few, causal=causal) for lens, causal in ((SHORT, False), (MIXED, True))]
-    for_each([ModifierCase(case, (name,)) for case in cases for name in named], target)
+    run_cases([case.replace(mods=(name,)) for case in cases for name in named], target)
 
 
 @pytest.mark.parametrize("row", [ROW, ONE_WARPGROUP])

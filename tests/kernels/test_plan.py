@@ -19,7 +19,8 @@ from flash_ext._ops import plan as planned
 from flash_ext._ops.library import _C
 from flash_ext._ops.library_mod import modifier_arguments
 from flash_ext._ops.modifiers import Modifiers
-from tests.harness import Target, check_done_launches, on_gpu_paths, on_short_paths
+from tests.harness import Target, on_gpu_paths, on_short_paths
+from tests.launches import check_done_launches
 from tests.qkv import null_kernels
 from tests.sources import ROOT
 

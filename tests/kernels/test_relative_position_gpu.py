@@ -17,9 +17,7 @@ from tests import compare
 from tests import modifier_probes as probes
 from tests.cases import Case, dense, packed
 from tests.graphs import capture
-from tests.harness import Target, on_modifier_gpu_paths, on_modifier_paths, on_short_paths, on_targets
-from tests.modifier_cases import ModifierCase
-from tests.modifier_harness import for_each
+from tests.harness import Target, on_gpu_paths, on_paths, on_short_paths, on_targets, run_cases
 from tests.reference import attention_reference, of_sequence
 
 FWD, BWD = torch.ops.flash_ext.fwd_mod.default, torch.ops.flash_ext.bwd_mod.default
@@ -136,7 +134,7 @@ def assert_right(call: Call, found: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("reach", REACHES)
-@on_modifier_paths
+@on_paths
 def test_operators_against_the_oracle(target: Target, reach: int, is_packed: bool) -> None:
     """Forward, dq, dk, dv and the gradient of the entries, whose bits repeat in either mode."""
     shapes = itertools.cycle(itertools.product((False, True), (True, False)))
@@ -159,7 +157,7 @@ def test_operators_against_the_oracle(target: Target, reach: int, is_packed: boo
             assert_right(call, alone | {name: found[name] for name in ("dq", "dk", "dv")})
 
 
-@on_modifier_paths
+@on_paths
 def test_a_distance_that_no_pair_has_gets_zero(target: Target) -> None:
     with target.active():
         call = make_call(target.device, False, 64, 5000, window=(-1, 0))
@@ -169,7 +167,7 @@ def test_a_distance_that_no_pair_has_gets_zero(target: Target) -> None:
     assert rows <= keys and dbias[..., 5000 - keys + 1 : 5001].all()
 
 
-@on_modifier_paths
+@on_paths
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_an_entry_that_no_pair_has_may_be_nan(target: Target, head_dim: int) -> None:
     """The last tile has such distances: of rows and keys behind the sequence's end."""
@@ -185,12 +183,12 @@ def test_an_entry_that_no_pair_has_may_be_nan(target: Target, head_dim: int) -> 
 # ---- tables, by the public functions ---------------------------------------------------------------------
 
 
-def table_cases() -> list[ModifierCase]:
+def table_cases() -> list[Case]:
     """Every head size and reach, dense and packed, in both modes, alone and beside other modifiers."""
     beside = ("", "alibi", "softcap5", "drop0.5", "sinks", "padding", "mask_b1qk", "documents", "top",
               "prefix", "blocks64x128_h", "alibi,softcap5", "drop0.1,alibi", "chunk100",
               "hkeys1_h")  # fmt: skip
-    mcases = []
+    cases = []
     grid = itertools.product(HEAD_DIMS, REACHES, (False, True), (False, True))
     for index, (head_dim, reach, is_packed, deterministic) in enumerate(grid):
         flags = ("", "_before", "_shared", "_half", "_inf")[index % 5]
@@ -205,21 +203,21 @@ def table_cases() -> list[ModifierCase]:
             case = packed(list(LENS_Q), list(LENS_K), tail=5, **heads, **common)
         else:
             case = dense(2, (65, 200)[index % 2], 257, 4, 2, head_dim, **common)
-        mcases.append(ModifierCase(case, mods))
+        cases.append(case.replace(mods=mods))
         if index % 4 == 0:
-            mcases.append(ModifierCase(case, mods, ("mods",)))
-    return mcases
+            cases.append(case.replace(mods=mods, needs=("mods",)))
+    return cases
 
 
 @on_targets("cpu", "sm80", "sm80-99k", "sm90")
 def test_tables_alone_and_beside_other_modifiers(target: Target) -> None:
-    for_each(table_cases(), target, cpu=4)
+    run_cases(table_cases(), target, cpu=4)
 
 
 @on_short_paths
 def test_tables_of_short_sequences(target: Target) -> None:
-    mcases = [
-        ModifierCase(dense(5, rows, keys, 4, heads_k, head_dim, causal=causal, seed=rows), (name,), needs)
+    cases = [
+        dense(5, rows, keys, 4, heads_k, head_dim, causal=causal, seed=rows, mods=(name,), needs=needs)
         for rows, keys in ((1, 1), (16, 16), (17, 49), (64, 64), (49, 20), (64, 128))
         for head_dim, heads_k, causal in ((32, 4, False), (64, 2, True), (128, 4, True))
         for name, needs in (
@@ -228,34 +226,34 @@ def test_tables_of_short_sequences(target: Target) -> None:
             ("distance30_before", ("mods",)),
         )
     ]
-    for_each(mcases, target)
+    run_cases(cases, target)
 
 
-@on_modifier_paths
+@on_paths
 def test_tables_where_few_queries_meet_many_keys(target: Target) -> None:
     """As in decoding: one to a few rows, whose distances are those of the last positions."""
     keys = 3000 if target.device == "cuda" else 300
-    mcases = [
-        ModifierCase(dense(2, rows, keys, heads, heads_k, head_dim, causal=causal, seed=rows), (name,))
+    cases = [
+        dense(2, rows, keys, heads, heads_k, head_dim, causal=causal, seed=rows, mods=(name,))
         for rows, causal in ((1, False), (3, True), (16, True))
         for heads, heads_k, head_dim in ((8, 2, 64), (4, 4, 128))
         for name in ("distance128", "distance2000_before", "distance5000")
     ]
-    for_each(mcases, target, cpu=1)
+    run_cases(cases, target, cpu=1)
 
 
 @pytest.mark.parametrize("probe", ["count_probe", "weights_probe", "dlse_probe", "ones_probe"])
-@on_modifier_paths
+@on_paths
 def test_exact_probes_of_every_reach(target: Target, probe: str) -> None:
-    mcases = []
+    cases = []
     for index, (head_dim, reach) in enumerate(itertools.product(HEAD_DIMS, (*REACHES, 31, 200))):
         heads = {"num_heads": 4, "num_heads_k": 2, "head_dim": head_dim}
         for case in (
             dense(2, 150, 257, 4, 2, head_dim, causal=index % 2 == 0, seed=index),
             packed([7, 0, 190, 64], [90, 9, 130, 0], seed=index, **heads),
         ):
-            mcases.append(ModifierCase(case, (f"distance{reach}{('', '_before', '_shared')[index % 3]}",)))
-    for_each(mcases, target, getattr(probes, probe), cpu=3)
+            cases.append(case.replace(mods=(f"distance{reach}{('', '_before', '_shared')[index % 3]}",)))
+    run_cases(cases, target, getattr(probes, probe), cpu=3)
 
 
 def t5(device: str, *, buckets: int = 32, **options) -> flash_ext.masks.RelativePosition:
@@ -264,7 +262,7 @@ def t5(device: str, *, buckets: int = 32, **options) -> flash_ext.masks.Relative
 
 
 @pytest.mark.parametrize("is_bidirectional", [True, False])
-@on_modifier_paths
+@on_paths
 def test_t5_is_the_bias_written_out(target: Target, is_bidirectional: bool) -> None:
     bias = t5(target.device, bidirectional=is_bidirectional)
     causal, top = {"causal": True}, {"mask": flash_ext.masks.Causal("top_left")}
@@ -290,7 +288,7 @@ def test_t5_is_the_bias_written_out(target: Target, is_bidirectional: bool) -> N
 
 
 @pytest.mark.caching
-@on_modifier_gpu_paths
+@on_gpu_paths
 def test_nothing_of_the_size_of_the_scores(target: Target) -> None:
     rows = 8192
     q, k, v, dout = (torch.randn(1, rows, HEADS, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -313,7 +311,7 @@ def test_nothing_of_the_size_of_the_scores(target: Target) -> None:
 
 
 @pytest.mark.caching
-@on_modifier_gpu_paths
+@on_gpu_paths
 def test_a_graph_reads_the_table_anew_at_every_replay(target: Target) -> None:
     q, k, v = (torch.randn(2, 200, HEADS, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     table = torch.randn(HEADS, 32, device="cuda", requires_grad=True)
@@ -332,7 +330,7 @@ def test_a_graph_reads_the_table_anew_at_every_replay(target: Target) -> None:
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@on_modifier_gpu_paths
+@on_gpu_paths
 def test_a_hundred_repeats_give_the_same_gradient_of_the_table(target: Target, head_dim: int) -> None:
     case = Case(batch=3, seqlen_q=500, seqlen_k=700, num_heads=HEADS, num_heads_k=HEADS_K, head_dim=head_dim)
     q, k, v, dout = (

@@ -14,10 +14,9 @@ from torch import Tensor
 import flash_ext
 from flash_ext import AuxRequest
 from flash_ext._ops.library import _C
-from tests.cases import dense
+from tests.cases import Case, dense
 from tests.harness import TARGETS, Target, on_short_paths, on_targets, run_cases
-from tests.modifier_cases import ModifierCase, paired_cases, single_cases
-from tests.modifier_harness import for_each
+from tests.modifier_cases import paired_cases, single_cases
 
 EDGES = (1, 15, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65, 77, 80)
 HEAD_DIMS = ((16, 16), (32, 32), (40, 40), (64, 64), (80, 80), (128, 128), (32, 64), (128, 24))
@@ -222,33 +221,32 @@ def test_divided_queries(target: Target, splits: int) -> None:
 @pytest.mark.parametrize("splits", [2, 5])
 def test_divided_queries_with_modifiers(target: Target, splits: int) -> None:
     """With up to 128 keys and more: dq is stored, and added."""
-    mcases = [m for m in single_cases() + paired_cases()[::3] if not m.case.is_packed]
-    few = [short(m, 128, i) for i, m in enumerate(mcases)]
-    for_each([m for m in few if m is not None] + mcases[::2], target.asking(q_splits=splits))
+    cases = [m for m in single_cases() + paired_cases()[::3] if not m.is_packed]
+    few = [short(m, 128, i) for i, m in enumerate(cases)]
+    run_cases([m for m in few if m is not None] + cases[::2], target.asking(q_splits=splits))
 
 
 # --------------------------------------------------------------------------------------------------
 # Modifiers
 
 
-def short(mcase: ModifierCase, limit: int, index: int) -> ModifierCase | None:
+def short(case: Case, limit: int, index: int) -> Case | None:
     """The same with lengths up to `limit`; None for packed ones."""
-    case = mcase.case
     if case.is_packed:
         return None
     lengths = [n for n in (17, 49, 64, 33, 77, 80, 128) if n <= limit]
     rows, keys = lengths[index % len(lengths)], lengths[index // 3 % len(lengths)]
-    if any("documents" in name for name in mcase.mods) or case.seqlen_q == case.seqlen_k:
+    if any("documents" in name for name in case.mods) or case.seqlen_q == case.seqlen_k:
         rows = keys
     heads_k = case.num_heads if index % 2 else case.num_heads_k
-    return mcase.replace(seqlen_q=rows, seqlen_k=keys, num_heads_k=heads_k, batch=3)
+    return case.replace(seqlen_q=rows, seqlen_k=keys, num_heads_k=heads_k, batch=3)
 
 
 @on_short_paths
 @pytest.mark.parametrize("limit", [64, 80, 128])
 def test_every_modifier(target: Target, limit: int) -> None:
-    mcases = [short(m, limit, i) for i, m in enumerate(single_cases() + paired_cases())]
-    for_each([m for m in mcases if m is not None], target)
+    cases = [short(m, limit, i) for i, m in enumerate(single_cases() + paired_cases())]
+    run_cases([m for m in cases if m is not None], target)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,11 +10,9 @@ import torch
 
 from flash_ext._ops.library import _C
 from tests.cases import dense
-from tests.harness import Target, choice_of, on_targets, run_case
+from tests.harness import Target, call, choice_of, on_targets, run_case
+from tests.inputs import make_inputs
 from tests.kernels.plans import plan
-from tests.modifier_cases import ModifierCase, make_modifier_inputs
-from tests.modifier_harness import call
-from tests.modifier_harness import run_case as run_modified
 
 COUNTER = 16  # bytes; a call whose items are dealt needs none
 
@@ -52,12 +50,12 @@ def test_drawn_items_give_the_bits_of_dealt_ones(target: Target, head_dim: int) 
         with on(6).active():
             run_case(case, on(6))
         for mods in ("sinks", "alibi", "softcap30", "drop0.1"):
-            mcase = ModifierCase(case, (mods,))
+            modified = case.replace(mods=(mods,))
             with on(6).active():
-                run_modified(mcase, on(6))
+                run_case(modified, on(6))
             results = []
             for num_sms in (6, 132):
                 with on(num_sms).active():
-                    results.append(call(make_modifier_inputs(mcase, target.device), on(num_sms)))
+                    results.append(call(make_inputs(modified, target.device), on(num_sms)))
             for drawn, dealt in zip(*results, strict=True):
                 assert torch.equal(drawn, dealt), (str(case), mods)

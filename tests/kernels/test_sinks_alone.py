@@ -14,10 +14,8 @@ from torch import Tensor
 import flash_ext
 from flash_ext import masks
 from flash_ext._ops.library import _C
-from tests.cases import dense, packed
-from tests.harness import Target, on_gpu_paths, on_modifier_paths, on_modifier_tiles
-from tests.modifier_cases import ModifierCase
-from tests.modifier_harness import for_each
+from tests.cases import Case, dense, packed
+from tests.harness import Target, on_all_tiles, on_gpu_paths, on_paths, run_cases
 from tests.qkv import blank_qkv, null_kernels
 
 HEADS = 4
@@ -152,7 +150,7 @@ def test_gradients_that_are_asked_for() -> None:
 # ---- gradients ----
 
 
-def cases() -> list[ModifierCase]:
+def cases() -> list[Case]:
     """Lengths around the tiles, rows without keys, rows of no sequence, divided heads, any strides."""
     found = []
     for index, (head_dim, deterministic) in enumerate(itertools.product(KERNELS, (False, True))):
@@ -172,20 +170,20 @@ def cases() -> list[ModifierCase]:
         dense(2, 1, 300, 4, 2, 128, dlse=True),
         dense(40, 130, 130, 4, 4, 128, causal=True),
     ]
-    return [ModifierCase(case, ("sinks",)) for case in found]
+    return [case.replace(mods=("sinks",)) for case in found]
 
 
-@on_modifier_tiles
+@on_all_tiles
 def test_gradients_are_those_of_the_reference(target: Target) -> None:
     """Bit by bit the same in a second run, dq where that was asked for; a launch of plain kernels."""
     # On the CPU each kind once: it has one kernel for all sizes of heads.
-    for_each(cases() if target.device == "cuda" else cases()[:8:2], target)
+    run_cases(cases() if target.device == "cuda" else cases()[:8:2], target)
 
 
-@on_modifier_tiles
+@on_all_tiles
 def test_gradients_of_divided_heads(target: Target) -> None:
-    some = [mcase for mcase in cases() if mcase.case.num_heads_k == 1 or mcase.case.batch == 1]
-    for_each(some, target.asking(gqa_splits=2), cpu=1)
+    some = [case for case in cases() if case.num_heads_k == 1 or case.batch == 1]
+    run_cases(some, target.asking(gqa_splits=2), cpu=1)
 
 
 @pytest.mark.parametrize("head_dim", KERNELS)
@@ -210,7 +208,7 @@ def test_gradients_are_those_without_sinks_from_the_same_lse(
             assert all(torch.equal(one, two) for one, two in zip(wanted, found, strict=True))
 
 
-@on_modifier_paths
+@on_paths
 def test_rows_of_no_sequence_do_not_count(target: Target) -> None:
     """Whatever their incoming gradients hold; all gradients, from autograd and from backward()."""
     dtype = torch.float32 if target.device == "cpu" else torch.bfloat16

@@ -12,9 +12,8 @@ import flash_ext
 from flash_ext import AuxRequest, masks
 from flash_ext._ops.library import _C
 from tests.cases import Case, dense, packed
-from tests.harness import TARGETS, Target, on_targets
-from tests.modifier_cases import ModifierCase, make_modifier_inputs
-from tests.modifier_harness import EVERYTHING, call, run_case
+from tests.harness import EVERYTHING, TARGETS, Target, call, on_targets, run_case
+from tests.inputs import make_inputs
 
 H200 = "9.0/132"
 BIAS, WORDS = "sm90.fwd_mod.m192.bias", "sm90.fwd_mod.m192.words"
@@ -74,9 +73,9 @@ def asking(target: Target) -> Target:
 def test_these_calls_have_these_rows(pretended_gpu, row: str, mods: str) -> None:
     """Else what follows says nothing about the kernels. Explanations know no odd rows and sizes of blocks."""
     for case in cases_of(row, mods, 64):
-        x = make_modifier_inputs(ModifierCase(case, tuple(mods.split(","))), "cpu")
-        bounds = (x.plain.cu_seqlens_q, x.plain.cu_seqlens_k) if case.is_packed else ()
-        qkv = (x.plain.q, x.plain.k, x.plain.v)
+        x = make_inputs(case.replace(mods=tuple(mods.split(","))), "cpu")
+        bounds = (x.cu_seqlens_q, x.cu_seqlens_k) if case.is_packed else ()
+        qkv = (x.q, x.k, x.v)
         backend = asking(TARGETS["sm90"]).choice
         found = flash_ext.explain(*qkv, *bounds, **x.keywords({}), backend=backend, gpu=H200)
         assert found.forward["row"] == row, str(case)
@@ -89,9 +88,9 @@ def test_results(target: Target, row: str, mods: str, head_dim: int) -> None:
     chosen = asking(target)
     with chosen.active():
         for case in cases_of(row, mods, head_dim):
-            mcase = ModifierCase(case, tuple(mods.split(",")))
-            run_case(mcase, chosen)
-            x = make_modifier_inputs(mcase, target.device)
+            modified = case.replace(mods=tuple(mods.split(",")))
+            run_case(modified, chosen)
+            x = make_inputs(modified, target.device)
             with_maxima, guessed = call(x, chosen), call(x, chosen, return_aux=AuxRequest(lse=True))
             assert _C.last_launch()["row"] == row, str(case)
             torch.testing.assert_close(guessed[0], with_maxima[0], atol=2e-2, rtol=2e-2)

@@ -9,10 +9,8 @@ import flash_ext
 from flash_ext import AuxRequest, masks
 from flash_ext._ops.library import _C
 from tests.cases import dense, packed
-from tests.harness import Target, on_targets, run_case, run_cases
-from tests.modifier_cases import ModifierCase, make_modifier_inputs
-from tests.modifier_harness import call
-from tests.modifier_harness import run_case as run_modified
+from tests.harness import Target, call, on_targets, run_case, run_cases
+from tests.inputs import make_inputs
 from tests.qkv import blank_qkv, null_kernels
 
 
@@ -108,9 +106,9 @@ def test_both_heights_mean_the_same(target: Target, mods: str, head_dim: int, bl
     chosen = target.asking(fwd_block_m=block_m)
     with chosen.active():
         for case in cases:
-            mcase = ModifierCase(case, tuple(mods.split(",")))
-            run_modified(mcase, chosen)
-            x = make_modifier_inputs(mcase, target.device)
+            modified = case.replace(mods=tuple(mods.split(",")))
+            run_case(modified, chosen)
+            x = make_inputs(modified, target.device)
             with_maxima, guessed = call(x, chosen), call(x, chosen, return_aux=AuxRequest(lse=True))
             assert _C.last_launch()["kernel"].endswith("_m192") == (block_m == 192), str(case)
             torch.testing.assert_close(guessed[0], with_maxima[0], atol=2e-2, rtol=2e-2)

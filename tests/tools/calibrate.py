@@ -19,11 +19,9 @@ import torch
 
 from tests import compare
 from tests.cases import Case, big_cases, dense, random_cases
-from tests.harness import TARGETS, CaseFailure, Results, Target, run_case
+from tests.gates import gated_cases, measured, share_of_lse_gate
+from tests.harness import TARGETS, CaseFailure, Results, Target, naming, run_case
 from tests.judge import LSE_LIMIT, MAX_LIMIT, RMS_LIMIT
-from tests.modifier_cases import ModifierCase
-from tests.modifier_gates import gated_cases, measured
-from tests.modifier_harness import naming
 
 
 def shapes(on_gpu: bool) -> list[Case]:
@@ -49,62 +47,32 @@ def runs(target: Target, cases: list[Case], failures: list[str]) -> Iterator[Res
 
 
 def calibrate(target: Target, cases: list[Case], failures: list[str]) -> dict[str, Any]:
-    """{dtype: {tensor: {metric: {"measured", "gate", "margin"}}}} over the cases that hold."""
-    found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
-
-    def note(dtype: str, name: str, metric: str, value: float, gate: float, case: Case) -> None:
-        entry = (
-            found.setdefault(dtype, {})
-            .setdefault(name, {})
-            .setdefault(metric, {"measured": -1.0, "gate": gate, "case": ""})
-        )
-        if value > entry["measured"]:
-            entry |= {
-                "measured": value,
-                "gate": gate,
-                "margin": gate / value if value else None,
-                "case": case.to_json(),
-            }
-
-    for results in runs(target, cases, failures):
-        case = results.inputs.case
-        x, truth = results.inputs, results.truth
-        for name in ("out", "dq", "dk", "dv"):
-            gate = compare.GATES[case.torch_dtype][name]
-            errors = compare.measure(results.tensors[name], truth.value[name], gate.row_floor)
-            note(case.dtype, name, "rel_l2", errors.rel_l2, gate.rel_l2, case)
-            note(case.dtype, name, "worst_row", errors.worst_row, gate.worst_row, case)
-            note(case.dtype, name, "signed_bias", errors.signed_bias, gate.signed_bias, case)
-        share = compare.assert_lse(
-            results.tensors["lse"], truth.value["lse"], compare.max_abs_logit(x.q, x.k, case.scale)
-        )
-        note(case.dtype, "lse", "share_of_gate", share, 1.0, case)
-        for name, error in results.errors.items():
-            rms_limit, max_limit = (LSE_LIMIT, LSE_LIMIT) if name == "lse" else (RMS_LIMIT, MAX_LIMIT)
-            note(case.dtype, name, "noise_rms", error.rms, rms_limit, case)
-            note(case.dtype, name, "noise_max", error.largest, max_limit, case)
-    return found
-
-
-def calibrate_modifiers(target: Target, mcases: list[ModifierCase], failures: list[str]) -> dict[str, Any]:
     """{dtype: {tensor: {metric: {"measured", "gate", "margin", "case"}}}}: the case with the least margin."""
     found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
-    for mcase in mcases:
+
+    def note(case: Case, name: str, metric: str, value: float, gate: float) -> None:
+        margin = gate / value if value else math.inf
+        here = found.setdefault(case.dtype, {}).setdefault(name, {})
+        if metric not in here or margin < here[metric]["margin"]:
+            here[metric] = {"measured": value, "gate": gate, "margin": margin, "case": case.to_json()}
+
+    for results in runs(target, cases, failures):
+        x, got, truth = results.inputs, results.tensors, results.truth.value
         try:
-            with naming(mcase, target):
-                errors = list(measured(mcase, target))
+            with naming(x.case, target):
+                errors = list(measured(x, got, truth))
+                share = share_of_lse_gate(x, got["lse"], truth["lse"])
         except CaseFailure as failure:
             failures.append(str(failure))
             continue
         for name, error, gate in errors:
-            for metric in ("rel_l2", "worst_row", "signed_bias"):
-                value, limit = getattr(error, metric), getattr(gate, metric)
-                if metric == "signed_bias":
-                    limit += 5 * error.bias_noise
-                margin = limit / value if value else math.inf
-                here = found.setdefault(mcase.case.dtype, {}).setdefault(name, {})
-                if metric not in here or margin < here[metric]["margin"]:
-                    here[metric] = {"measured": value, "gate": limit, "margin": margin, "case": str(mcase)}
+            for metric, (value, limit) in compare.limits(error, gate).items():
+                note(x.case, name, metric, value, limit)
+        note(x.case, "lse", "share of gate", share, 1.0)
+        for name, noise in results.errors.items():
+            rms_limit, max_limit = (LSE_LIMIT, LSE_LIMIT) if name == "lse" else (RMS_LIMIT, MAX_LIMIT)
+            note(x.case, name, "noise rms", noise.rms, rms_limit)
+            note(x.case, name, "noise max", noise.largest, max_limit)
     return found
 
 
@@ -124,7 +92,7 @@ def main() -> int:
     with target.active():
         failures: list[str] = []
         regular = calibrate(target, shapes(on_gpu), failures)
-        modified = calibrate_modifiers(target, gated_cases(1024 if on_gpu else 256), failures)
+        modified = calibrate(target, gated_cases(1024 if on_gpu else 256), failures)
         worst: dict[str, dict[str, float]] = {}
         for results in runs(target, random_cases(0, options.random), failures):
             for name, error in results.errors.items():

@@ -3,10 +3,11 @@
 Every case runs through harness.run_case (truth, poison, guards, repeats, the recorded launch) and one in five
 also through the exact probes. A failure prints the line that repeats it and, unless the GPU's context is
 lost, a smaller case that fails as well. Cases of known defects stand in fuzz_ledger.json: an open one that
-holds fails the run, so that a repaired defect is noticed; a fixed one runs every time.
+holds fails the run, so that a repaired defect is noticed; a fixed one runs every time. Random cases have no
+modifiers; the one of --repro may have some, which probes.py has no probes for.
 
     python -m tests.tools.fuzz --seconds 240                        today's seed, whatever this machine has
-    python -m tests.tools.fuzz --repro '{"seqlen_q":5,...}'         one case, as printed by a failure
+    python -m tests.tools.fuzz --repro '{"seqlen_q":5,...}'         one case, as printed by a failing test
     python -m tests.tools.fuzz --target sm80-99k --jsonl out.jsonl  every case and its outcome, one line each
 
 Exit status: 0 nothing new, 1 a failure or a stale ledger entry, 3 the CUDA context was lost.
@@ -83,7 +84,7 @@ def read_ledger(path: Path = LEDGER) -> list[LedgerEntry]:
 def check_case(case: Case, target: Target, probe: bool) -> None:
     """Everything one case has to hold. Raises CaseFailure or DeviceLost."""
     run_case(case, target)
-    if probe:
+    if probe and not case.mods:
         probe_case(case, target)
 
 
@@ -97,6 +98,8 @@ def smaller_cases(case: Case) -> Iterator[Case]:
     for name in plain:
         if getattr(case, name) != getattr(defaults, name):
             yield case.replace(**{name: getattr(defaults, name)})
+    for name in case.mods:
+        yield case.replace(mods=tuple(other for other in case.mods if other != name))
     if case.backward:
         yield case.replace(backward=False)
     if case.is_packed:

@@ -17,7 +17,7 @@ from torch import Tensor
 from flash_ext._ops.spec import AttnSpec, default_scale
 from tests import compare
 from tests.harness import Target
-from tests.inputs import POISON_BYTE
+from tests.layouts import POISON_BYTE
 from tests.sampled import Pair, Sequence, backward_keys, backward_rows, corner_samples, forward_rows
 
 SEQUENCES = 6  # how many batch entries or packed sequences are looked at

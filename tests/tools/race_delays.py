@@ -30,11 +30,9 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext._ops.library import _C
-from tests import modifier_harness
 from tests.cases import Case, dense, few_query_cases, packed, small_cases
-from tests.harness import TARGETS, Target, call_backward, call_forward
+from tests.harness import TARGETS, Target, call_backward, call_forward, compute
 from tests.inputs import make_inputs
-from tests.modifier_cases import ModifierCase, make_modifier_inputs
 from tests.pages import Cache, in_bytes, make_cache, packed_queries
 from tests.sources import replace_once
 from tests.tools import mutants
@@ -86,7 +84,7 @@ def with_edits(csrc: Path, edit: Edit) -> dict[str, str]:
 # ---- the runs --------------------------------------------------------------------------------------------
 
 
-def modifier_cases() -> list[ModifierCase]:
+def modifier_cases() -> list[Case]:
     """Loops over a list of tiles, packed; and, dense, what Hopper has kernels of their own for: a bias that
     comes by TMA and its gradient, a cap, dropout alone and beside a bias; all of them also in two kernels,
     above head_dim 128 and in a fixed order."""
@@ -98,10 +96,10 @@ def modifier_cases() -> list[ModifierCase]:
                 [3, 0, 130, 64], [70, 9, 129, 0], num_heads=4, num_heads_k=2, head_dim=head_dim, **options
             )
             kinds = ("mask_bhqk",), ("documents", "alibi"), ("distance40",)
-            found += [ModifierCase(case, mods) for mods in kinds]
+            found += [case.replace(mods=mods) for mods in kinds]
             case = dense(3, 130, 136, 4, 2, head_dim, **options)
             kinds = ("bias_1hqk",), ("softcap30",), ("drop0.5",), ("bias_bhqk", "drop0.5")
-            found += [ModifierCase(case, mods) for mods in kinds]
+            found += [case.replace(mods=mods) for mods in kinds]
     return found
 
 
@@ -109,8 +107,8 @@ def runs(target: Target) -> Iterator[tuple[str, Run]]:
     """What is compared, by name: results of one call and of its gradients, without those that may differ."""
     for case in small_cases() + few_query_cases():
         yield str(case), plain_run(case, target)
-    for mcase in modifier_cases():
-        yield str(mcase), modified_run(mcase, target)
+    for case in modifier_cases():
+        yield str(case), modified_run(case, target)
     for case in pool_cases() if target.path == "sm90" else ():
         yield f"ring {case}", ring_run(case, target)
     for case in few_row_cases() if target.path == "sm90" else ():
@@ -219,12 +217,12 @@ def plain_run(case: Case, target: Target) -> Run:
     return run
 
 
-def modified_run(mcase: ModifierCase, target: Target) -> Run:
-    x = make_modifier_inputs(mcase, target.device)
+def modified_run(case: Case, target: Target) -> Run:
+    x = make_inputs(case, target.device)
 
     def run() -> dict[str, Tensor]:
-        found = modifier_harness.call_and_differentiate(x, target)
-        return {name: t for name, t in found.items() if name != "dq" or mcase.case.deterministic}
+        found = compute(x, target)
+        return {name: t for name, t in found.items() if name != "dq" or case.deterministic}
 
     return run
 

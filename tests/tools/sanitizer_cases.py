@@ -21,10 +21,8 @@ from torch.utils._pytree import tree_map_only
 import flash_ext
 from flash_ext.fp8 import Fp8Mode, Granularity, attention_fp8, quantize_fp8
 from tests.cases import COMPILED_HEAD_DIMS, Case, dense, few_query_cases, packed
-from tests.harness import TARGETS, Target
+from tests.harness import EVERYTHING, TARGETS, Target
 from tests.inputs import make_inputs
-from tests.modifier_cases import ModifierCase, make_modifier_inputs
-from tests.modifier_harness import EVERYTHING
 from tests.pages import in_bytes, make_cache, packed_queries
 
 
@@ -129,7 +127,7 @@ def on_one_multiprocessor(target: Target) -> Target:
     return target.pretending(num_sms=1)
 
 
-def two_kernel_cases() -> list[ModifierCase]:
+def two_kernel_cases() -> list[Case]:
     """Backwards with modifiers in two kernels (csrc/sm90/bwd_split/kernel.cuh), with steps enough to come to
     each place in shared memory again, with tests and without: every kind of kernel at every head_dim."""
     found = []
@@ -137,9 +135,9 @@ def two_kernel_cases() -> list[ModifierCase]:
         common = {"head_dim": head_dim, "num_heads_k": 1, "deterministic": True}
         wide = Case(seqlen_q=150, seqlen_k=700, **common)
         bf16, fp16 = wide, wide.replace(dtype="fp16", causal=True)
-        found += [ModifierCase(bf16, mods) for mods in (("blocks64x128",), ("padding", "hkeys2_b"))]
-        found.append(ModifierCase(fp16, ("alibi", "documents")))
-        found += [ModifierCase(bf16, mods) for mods in (("softcap30",), ("drop0.5", "padding"))]
+        found += [bf16.replace(mods=mods) for mods in (("blocks64x128",), ("padding", "hkeys2_b"))]
+        found.append(fp16.replace(mods=("alibi", "documents")))
+        found += [bf16.replace(mods=mods) for mods in (("softcap30",), ("drop0.5", "padding"))]
     return found
 
 
@@ -151,15 +149,15 @@ BESIDE = (
 BESIDE_PACKED = (("bias_bhqk_short", "documents"), ("mask_b1qk_short", "documents"))
 
 
-def tall_cases() -> list[ModifierCase]:
+def tall_cases() -> list[Case]:
     """Forwards in tiles of 192 queries whose keys come to each place beside the scores again."""
     found = []
     for head_dim in (64, 128):
         common = {"num_heads": 2, "num_heads_k": 1, "head_dim": head_dim}
         case = Case(batch=2, seqlen_q=131, seqlen_k=392, **common)
-        found += [ModifierCase(case, mods) for mods in BESIDE]
+        found += [case.replace(mods=mods) for mods in BESIDE]
         case = packed([3, 0, 190], [65, 9, 440], tail=5, dtype="fp16", causal=True, **common)
-        found += [ModifierCase(case, mods) for mods in BESIDE_PACKED]
+        found += [case.replace(mods=mods) for mods in BESIDE_PACKED]
     return found
 
 
@@ -182,7 +180,7 @@ MODIFIED = (
 )
 
 
-def sanitizer_modifier_cases() -> list[ModifierCase]:
+def sanitizer_modifier_cases() -> list[Case]:
     """The same for the kernels with modifiers: each of them, for every head size, with every loader."""
     found = []
     for i, head_dim in enumerate(COMPILED_HEAD_DIMS):
@@ -193,39 +191,39 @@ def sanitizer_modifier_cases() -> list[ModifierCase]:
                 case = packed([3, 0, 130], [65, 9, 67], num_heads=2, tail=5, head_dim=head_dim, **common)
             else:
                 case = Case(batch=2, seqlen_q=131, seqlen_k=150, num_heads=2, head_dim=head_dim - j, **common)
-            found.append(ModifierCase(case, mods))
+            found.append(case.replace(mods=mods))
     # Nothing but the bias asks for a gradient: bwd_bias by itself. And lists of tiles that are empty.
     alone = Case(batch=2, seqlen_q=70, seqlen_k=90, num_heads=2, num_heads_k=1)
-    found += [ModifierCase(alone, ("bias_11qk_odd",), ("mods",)), ModifierCase(alone, ("alibi",), ("mods",))]
-    found.append(ModifierCase(alone, ("distance9_before_half",), ("mods",)))
-    found.append(ModifierCase(packed([0, 0, 7], [0, 5, 0], num_heads_k=1), ("mask_b1qk", "sinks")))
+    for name in ("bias_11qk_odd", "alibi", "distance9_before_half"):
+        found.append(alone.replace(mods=(name,), needs=("mods",)))
+    found.append(packed([0, 0, 7], [0, 5, 0], num_heads_k=1, mods=("mask_b1qk", "sinks")))
     # A head_dim that TMA cannot read keeps a call in portable kernels.
     many = Case(batch=10, seqlen_q=192, seqlen_k=150, num_heads=8, num_heads_k=8, head_dim=127)
     some = {"num_heads": 2, "num_heads_k": 1, "tail": 5, "head_dim": 128, "deterministic": True}
-    found.append(ModifierCase(many, ("blocks64x128",)))
-    found.append(ModifierCase(packed([3, 0, 130], [65, 9, 67], **some), ("blocks16x16_h", "drop0.5")))
+    found.append(many.replace(mods=("blocks64x128",)))
+    found.append(packed([3, 0, 130], [65, 9, 67], **some, mods=("blocks16x16_h", "drop0.5")))
     # Forwards for Hopper with one change in tall tiles.
     for mods in (("softcap30", "padding"), ("drop0.5", "padding"), ("alibi", "padding")):
-        found.append(ModifierCase(packed([3, 0, 190], [65, 9, 167], **some), mods))
+        found.append(packed([3, 0, 190], [65, 9, 167], **some, mods=mods))
     # A bias whose rows Hopper's forward reads where they begin (csrc/sm90/fwd_mod/loose_bias.cuh).
     for head_dim in (64, 128):
         case = Case(batch=2, seqlen_q=131, seqlen_k=150, num_heads=2, num_heads_k=1, head_dim=head_dim)
-        found.append(ModifierCase(case, ("bias_bhqk_odd", "padding")))
-        found.append(ModifierCase(case, ("bias_1hqk_f32", "padding")))
-        found.append(ModifierCase(case, ("bias_1hqk", "mask_bhqk")))
+        found.append(case.replace(mods=("bias_bhqk_odd", "padding")))
+        found.append(case.replace(mods=("bias_1hqk_f32", "padding")))
+        found.append(case.replace(mods=("bias_1hqk", "mask_bhqk")))
         # Sums over rows beside dK, in parts for batch entries; a bias of rows, which leaves with lse.
-        found.append(ModifierCase(case, ("bias_1h1k", "padding")))
-        found.append(ModifierCase(case, ("bias_bhq1_f32", "padding")))
+        found.append(case.replace(mods=("bias_1h1k", "padding")))
+        found.append(case.replace(mods=("bias_bhq1_f32", "padding")))
     # Few queries of many keys, which are split.
     for rows, head_dim in ((1, 64), (20, 128), (3, 256)):
         case = Case(batch=1, seqlen_q=rows, seqlen_k=3000, num_heads=4, num_heads_k=2, head_dim=head_dim)
-        found.append(ModifierCase(case, ("padding", "sinks", "bias_1hqk_odd")))
+        found.append(case.replace(mods=("padding", "sinks", "bias_1hqk_odd")))
     return found
 
 
-def short_cases() -> list[Case | ModifierCase]:
+def short_cases() -> list[Case]:
     """Sequences of at most 64 queries and keys, for targets with kernels of their own for them."""
-    found: list[Case | ModifierCase] = []
+    found = []
     for i, head_dim in enumerate((32, 64, 128)):
         common = {"batch": 3, "num_heads": 2, "num_heads_k": 2, "deterministic": i % 2 == 0}
         found.append(Case(seqlen_q=49, seqlen_k=64, head_dim=head_dim, causal=True, **common))
@@ -235,10 +233,10 @@ def short_cases() -> list[Case | ModifierCase]:
             mods = ("bias_1hqk_odd", "drop0.5") if is_packed and mods[-1] != "alibi" else mods
             case = Case(seqlen_q=49, seqlen_k=(49, 61)[j % 2], head_dim=head_dim - j, **common)
             case = case.replace(causal=j % 2 == 0, dtype=("bf16", "fp16")[(i + j) % 2])
-            found.append(ModifierCase(case, mods))
+            found.append(case.replace(mods=mods))
     # Above head_dim 128 backwards have at most 32 queries and keys.
     wide = Case(batch=3, seqlen_q=20, seqlen_k=31, num_heads=2, num_heads_k=2, head_dim=256)
-    found += [wide.replace(seqlen_q=9, seqlen_k=16), ModifierCase(wide, ("bias_1hqk_odd", "drop0.5"))]
+    found += [wide.replace(seqlen_q=9, seqlen_k=16), wide.replace(mods=("bias_1hqk_odd", "drop0.5"))]
     return found
 
 
@@ -267,6 +265,9 @@ def run(case: Case, target: Target, from_host: bool = False) -> None:
     ``from_host``: tensors come from the CPU, out and lse by way of it, so that no kernel but ours writes what
     ours read.
     """
+    if case.mods:
+        _run_modified(case, target, from_host)
+        return
     x = make_inputs(case, "cpu" if from_host else target.device)
     q, k, v, dout, dlse, cu_q, cu_k = (
         exact(t, target.device) for t in (x.q, x.k, x.v, x.dout, x.dlse, x.cu_seqlens_q, x.cu_seqlens_k)
@@ -282,23 +283,20 @@ def run(case: Case, target: Target, from_host: bool = False) -> None:
         assert not t.isnan().any(), f"{case}: {name} holds NaN"
 
 
-def run_modified(mcase: ModifierCase, target: Target, from_host: bool = False) -> None:
-    """Forward and backward of one call with modifiers. Raises AssertionError on NaN.
-
-    ``from_host``: inputs are.
-    """
-    x, case = make_modifier_inputs(mcase, "cpu" if from_host else target.device), mcase.case
+def _run_modified(case: Case, target: Target, from_host: bool = False) -> None:
+    """By the public functions. ``from_host``: only inputs are."""
+    x = make_inputs(case, "cpu" if from_host else target.device)
     device = target.device
-    qkv = [exact(t, device).requires_grad_("qkv" in mcase.needs) for t in (x.plain.q, x.plain.k, x.plain.v)]
+    qkv = [exact(t, device).requires_grad_("qkv" in case.needs) for t in (x.q, x.k, x.v)]
     for choice in x.choices:
         choice.tensor = exact(choice.tensor, device)
-    dout, dlse, bounds = exact(x.plain.dout, device), exact(x.plain.dlse, device), ()
+    dout, dlse, bounds = exact(x.dout, device), exact(x.dlse, device), ()
     leaves = {name: t.requires_grad_() for name, t in x.leaves().items()}
     options = {"return_aux": EVERYTHING, "deterministic": case.deterministic, "backend": target.choice}
     attention = flash_ext.attention
     if case.is_packed:
         attention = flash_ext.attention_varlen
-        bounds = (exact(x.plain.cu_seqlens_q, device), exact(x.plain.cu_seqlens_k, device))
+        bounds = (exact(x.cu_seqlens_q, device), exact(x.cu_seqlens_k, device))
     # Labels of documents are made beside the tensors of the choices, and are still where the inputs were.
     chosen = x.keywords(leaves)
     options |= tree_map_only(Tensor, lambda t: t if t.device == dout.device else exact(t, device), chosen)
@@ -310,7 +308,7 @@ def run_modified(mcase: ModifierCase, target: Target, from_host: bool = False) -
     outputs, gradients = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
     grads = torch.autograd.grad(outputs, wanted, gradients)
     for t in (out, lse, top, *grads):
-        assert not t.isnan().any(), f"{mcase}: a result holds NaN"
+        assert not t.isnan().any(), f"{case}: a result holds NaN"
 
 
 class CacheCase(NamedTuple):
@@ -527,13 +525,11 @@ def run_fp8(case: Fp8Case, target: Target, from_host: bool = False) -> None:
             assert t is None or not t.isnan().any(), f"{case}: a result holds NaN"
 
 
-AnyCase = Case | ModifierCase | CacheCase | LatentCase | Fp8Case
+AnyCase = Case | CacheCase | LatentCase | Fp8Case
 
 
 def run_any(case: AnyCase, target: Target, from_host: bool = False) -> None:
-    runs = {
-        ModifierCase: run_modified, CacheCase: run_cached, LatentCase: run_latents, Fp8Case: run_fp8,
-    }  # fmt: skip
+    runs = {CacheCase: run_cached, LatentCase: run_latents, Fp8Case: run_fp8}
     runs.get(type(case), run)(case, target, from_host)
 
 

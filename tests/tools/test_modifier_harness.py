@@ -10,11 +10,10 @@ from torch import Tensor
 
 from flash_ext._cpu import tiles as tiled
 from flash_ext._ops.modifiers import Modifiers
-from tests import modifier_harness
-from tests.cases import dense, packed
-from tests.harness import TARGETS, CaseFailure
-from tests.modifier_cases import ModifierCase, ModifierInputs
-from tests.modifier_harness import call_and_differentiate, run_case
+from tests import harness
+from tests.cases import Case, dense, packed
+from tests.harness import TARGETS, CaseFailure, compute, run_case
+from tests.inputs import Inputs
 from tests.modifier_probes import count_probe, mask_probe, needle_probe, sparse_dout_probe
 
 CPU = TARGETS["cpu"]
@@ -46,45 +45,45 @@ SHOWN_BY_PROBES = ("prefix", "sinktok5", "chunk32", "hkeys1_h", "hrows2_bh", "do
 
 
 def misread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    meaning = ModifierInputs.meaning
+    meaning = Inputs.meaning
 
-    def wrong(self: ModifierInputs, leaves: dict[str, Tensor]) -> Modifiers:
+    def wrong(self: Inputs, leaves: dict[str, Tensor]) -> Modifiers:
         mods = meaning(self, leaves)
         return dataclasses.replace(mods, **MISREADINGS[name](mods))
 
-    monkeypatch.setattr(ModifierInputs, "meaning", wrong)
+    monkeypatch.setattr(Inputs, "meaning", wrong)
 
 
-def case_of(name: str) -> ModifierCase:
+def case_of(name: str) -> Case:
     windowed = name in ("prefix", "sinktok5", "top")
-    return ModifierCase(DENSE.replace(causal=windowed, window=(20, -1) if windowed else (-1, -1)), (name,))
+    return DENSE.replace(causal=windowed, window=(20, -1) if windowed else (-1, -1)).replace(mods=(name,))
 
 
 @pytest.mark.parametrize("name", MISREADINGS)
 def test_a_modifier_that_means_something_else_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    mcase = case_of(name)
+    case = case_of(name)
     with CPU.active():
-        run_case(mcase, CPU)
+        run_case(case, CPU)
         misread(monkeypatch, name)
         with pytest.raises(CaseFailure, match="--repro"):
-            run_case(mcase, CPU)
+            run_case(case, CPU)
 
 
 @pytest.mark.parametrize("name", SHOWN_BY_PROBES)
 def test_probes_notice_one_key_too_many(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The mask probe notices all of them, the others what moves a count or a key that they look at."""
-    mcase, probes = case_of(name), [mask_probe]
+    case, probes = case_of(name), [mask_probe]
     if name in ("prefix", "sinktok5", "chunk32", "hkeys1_h", "documents"):
         probes.append(count_probe)
     if name.startswith("mask"):
         probes += [sparse_dout_probe, needle_probe]
     with CPU.active():
         for probe in probes:
-            probe(mcase, CPU)
+            probe(case, CPU)
         misread(monkeypatch, name)
         for probe in probes:
             with pytest.raises(CaseFailure, match="places are wrong"):
-                probe(mcase, CPU)
+                probe(case, CPU)
 
 
 # Gradients that are wrong although the forward is right: of which case, and how they are changed.
@@ -103,14 +102,14 @@ WRONG_GRADIENTS = {
 def test_a_wrong_gradient_of_a_modifier_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     of, change = WRONG_GRADIENTS[name]
 
-    def wrong(x: ModifierInputs, target) -> dict[str, Tensor]:
-        results = call_and_differentiate(x, target)
+    def wrong(x: Inputs, target) -> dict[str, Tensor]:
+        results = compute(x, target)
         return results | {of: change(results[of])}
 
-    mcase = ModifierCase(DENSE, (name,))
-    monkeypatch.setattr(modifier_harness, "call_and_differentiate", wrong)
+    case = DENSE.replace(mods=(name,))
+    monkeypatch.setattr(harness, "compute", wrong)
     with CPU.active(), pytest.raises(CaseFailure, match=rf"\n    {of}: "):
-        run_case(mcase, CPU)
+        run_case(case, CPU)
 
 
 BACKWARD_BUGS = {
@@ -135,9 +134,9 @@ def test_a_bug_of_the_backward_alone_is_noticed(monkeypatch: pytest.MonkeyPatch,
                           lambda self, *at: change(lambda *a: right(self, *a), *at))  # fmt: skip
             return backward(*arguments)
 
-    mcase = ModifierCase(case, (name,))
+    case = case.replace(mods=(name,))
     with CPU.active():
-        run_case(mcase, CPU)
+        run_case(case, CPU)
         monkeypatch.setattr(tiled, "_backward", buggy_backward)
         with pytest.raises(CaseFailure, match=r"\n    d[qkv]: "):
-            run_case(mcase, CPU)
+            run_case(case, CPU)

@@ -18,9 +18,9 @@ CPU = TARGETS["cpu"]
 def test_cases_reach_every_kind_of_kernel_with_modifiers():
     found = race_delays.modifier_cases()
     for deterministic in (False, True):
-        chosen = [m for m in found if m.case.deterministic == deterministic]
-        assert {m.case.head_dim for m in chosen} == {64, 128, 192, 256}
-        dense = {m.mods for m in chosen if not m.case.is_packed}
+        chosen = [m for m in found if m.deterministic == deterministic]
+        assert {m.head_dim for m in chosen} == {64, 128, 192, 256}
+        dense = {m.mods for m in chosen if not m.is_packed}
         assert dense == {("bias_1hqk",), ("softcap30",), ("drop0.5",), ("bias_bhqk", "drop0.5")}
 
 

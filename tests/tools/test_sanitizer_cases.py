@@ -13,7 +13,7 @@ from tests.cases import COMPILED_HEAD_DIMS, Case
 from tests.fp8_kernel import KEYS_OF_ACCUMULATOR
 from tests.harness import SMALL_SMEM_BYTES, TARGETS, Target, on_gpu_paths
 from tests.kernels.plans import plan_of
-from tests.modifier_cases import BIASES, DISTANCES, MASKS, SCORES, STRUCTURE, ModifierCase
+from tests.modifier_cases import BIASES, DISTANCES, MASKS, SCORES, STRUCTURE
 from tests.packaging import test_build as built
 from tests.tools.sanitizer_cases import (
     AnyCase,
@@ -27,7 +27,6 @@ from tests.tools.sanitizer_cases import (
     run_any,
     run_cached,
     run_fp8,
-    run_modified,
     sanitizer_cases,
     sanitizer_modifier_cases,
 )
@@ -55,12 +54,12 @@ def test_every_kind_of_modifier_meets_every_head_size_and_mode():
     cases = sanitizer_modifier_cases()
     kinds = {kind(name) for name in BIASES + DISTANCES + MASKS + STRUCTURE + SCORES} - {"top"}
     for head_dim in COMPILED_HEAD_DIMS:
-        found = [m for m in cases if head_dim - 5 < m.case.head_dim <= head_dim]
+        found = [m for m in cases if head_dim - 5 < m.head_dim <= head_dim]
         assert {kind(name) for m in found for name in m.mods} == kinds
-        assert {m.case.deterministic for m in found} == {False, True}
-        assert {m.case.is_packed for m in found} == {False, True}
+        assert {m.deterministic for m in found} == {False, True}
+        assert {m.is_packed for m in found} == {False, True}
     assert {m.needs for m in cases} == {("qkv", "mods"), ("mods",)}
-    assert all(max(q for q, _ in m.case.sequences()) <= 192 for m in cases)
+    assert all(max(q for q, _ in m.sequences()) <= 192 for m in cases)
 
 
 @pytest.mark.parametrize("path", ["sm80", "sm90"])
@@ -88,11 +87,9 @@ def test_fp8_cases_have_more_keys_than_an_accumulator_takes():
 
 def test_cases_run_on_the_cpu():
     """Some of every kind; tests/attention judges the values."""
-    modified = [m for m in sanitizer_modifier_cases() if m.case.head_dim <= 64]
+    modified = [m for m in sanitizer_modifier_cases() if m.head_dim <= 64]
     with CPU.active():
-        for mcase in modified[::3]:
-            run_modified(mcase, CPU)
-        for case in sanitizer_cases()[::8]:
+        for case in (*modified[::3], *sanitizer_cases()[::8]):
             run(case, CPU)
         for cached in cache_cases()[:5]:
             run_cached(cached, CPU)
@@ -102,11 +99,12 @@ def test_cases_run_on_the_cpu():
 
 def test_the_groups_of_a_target_hold_every_kind_of_case():
     kinds = {
-        name: {type(case) for _, _, cases in groups_of(TARGETS[name]) for case in cases} for name in TARGETS
-    }
-    assert kinds["sm90"] == set(get_args(AnyCase))
-    assert kinds["sm80"] == kinds["sm80-99k"] == kinds["sm90"] - {Fp8Case, LatentCase}
-    assert kinds["sm80-short"] == kinds["sm90-short"] == {Case, ModifierCase}
+        name: {(type(case), bool(getattr(case, "mods", ()))) for _, _, cases in groups_of(TARGETS[name])
+               for case in cases} for name in TARGETS
+    }  # fmt: skip
+    assert kinds["sm90"] == {(Case, True), *((kind, False) for kind in get_args(AnyCase))}
+    assert kinds["sm80"] == kinds["sm80-99k"] == kinds["sm90"] - {(Fp8Case, False), (LatentCase, False)}
+    assert kinds["sm80-short"] == kinds["sm90-short"] == {(Case, False), (Case, True)}
 
 
 @on_gpu_paths

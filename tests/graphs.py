@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 Result = TypeVar("Result")
 
@@ -25,3 +27,16 @@ def capture(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     with torch.cuda.graph(graph):
         result = call()
     return graph, result
+
+
+def replays(
+    graph: torch.cuda.CUDAGraph, read: Tensor, results: Sequence[Tensor], count: int = 10
+) -> Iterator[int]:
+    """Replays with new numbers in what the graph reads; before each the results hold NaN."""
+    for i in range(count):
+        with torch.no_grad():
+            read.normal_()
+        for t in results:
+            t.fill_(math.nan)
+        graph.replay()
+        yield i

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import multiprocessing
+import os
+import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 import torch.multiprocessing as mp
+from torch import distributed
 
 # Marks their tests, which one process of a run then takes: what all are forked from is started once.
 forked = pytest.mark.xdist_group("processes")
@@ -33,3 +39,20 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def process_group(rank: int, size: int, port: int, backend: str) -> Iterator[None]:
+    """Inside, one of ``size`` processes; each has the same random state."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a few ranks gain nothing, and some machines lack it
+    torch.set_num_threads(1)
+    random.seed(0)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    limit = datetime.timedelta(seconds=120)
+    distributed.init_process_group(backend, rank=rank, world_size=size, timeout=limit)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()

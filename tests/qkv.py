@@ -18,6 +18,10 @@ from flash_ext._ops.spec import AttnSpec, default_scale
 from tests.reference import attention_reference
 
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+only_hopper = pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+ON_HOPPER = [pytest.mark.gpu, only_hopper]  # marks
+CPU_AND_HOPPER = ["cpu", pytest.param("cuda", marks=ON_HOPPER)]
 
 
 def dtype_on(device: str) -> torch.dtype:

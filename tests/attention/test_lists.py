@@ -5,13 +5,15 @@ Each test is one pytest item that runs hundreds of cases; a failure names the li
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import compare
-from tests.cases import big_cases, covering_cases, dense, edge_cases, random_cases, small_cases
+from tests.cases import Case, big_cases, covering_cases, dense, edge_cases, random_cases, small_cases
 from tests.gates import check_gates
 from tests.harness import (
     Target,
@@ -65,17 +67,22 @@ def test_large_shapes_within_the_gates(target: Target) -> None:
                 check_gates(results.inputs, results.tensors, results.truth.value)
 
 
-def pytorch_flash(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool, backend: SDPBackend
-) -> list[Tensor]:
-    """out, dq, dk, dv of PyTorch's backend, in our layout."""
+def beside_pytorch(
+    case: Case, target: Target, backend: SDPBackend
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Of out, dq, dk, dv: the name, ours, the truth, and what PyTorch's backend returns, in our layout."""
+    with target.active():
+        results = run_case(case, target)
+    x, truth = results.inputs, results.truth.value
+    q, k, v, dout, causal = x.q, x.k, x.v, x.dout, case.causal
     leaves = [t.detach().transpose(1, 2).requires_grad_() for t in (q, k, v)]
     with sdpa_kernel(backend):
         out = torch.nn.functional.scaled_dot_product_attention(
             *leaves, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
         )
     grads = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
-    return [t.detach().transpose(1, 2) for t in (out, *grads)]
+    for name, theirs in zip(("out", "dq", "dk", "dv"), (out, *grads)):
+        yield name, results.tensors[name], truth[name], theirs.detach().transpose(1, 2)
 
 
 PEER_CASES = [
@@ -98,13 +105,8 @@ PEER_CASES = [
 @on_gpu_paths
 def test_errors_are_no_larger_than_those_of_flash_attention_2(target: Target, case) -> None:
     """The relative L2 error beside that of PyTorch's flash backend on the same inputs, for every result."""
-    with target.active():
-        results = run_case(case, target)
-    x, truth = results.inputs, results.truth.value
-    peers = pytorch_flash(x.q, x.k, x.v, x.dout, case.causal, SDPBackend.FLASH_ATTENTION)
-    for name, peer in zip(("out", "dq", "dk", "dv"), peers):
-        ours = compare.measure(results.tensors[name], truth[name]).rel_l2
-        theirs = compare.measure(peer, truth[name]).rel_l2
+    for name, got, truth, peer in beside_pytorch(case, target, SDPBackend.FLASH_ATTENTION):
+        ours, theirs = (compare.measure(t, truth).rel_l2 for t in (got, peer))
         assert ours <= compare.PEER_RATIO[name] * theirs, f"{name}: {ours:.3g} against {theirs:.3g}"
 
 
@@ -112,9 +114,5 @@ def test_errors_are_no_larger_than_those_of_flash_attention_2(target: Target, ca
 @on_gpu_paths
 def test_errors_are_at_most_twice_those_of_materialised_attention(target: Target, case) -> None:
     """The rule of FlashAttention's own tests, which users know."""
-    with target.active():
-        results = run_case(case, target)
-    x, truth = results.inputs, results.truth.value
-    plain = pytorch_flash(x.q, x.k, x.v, x.dout, case.causal, SDPBackend.MATH)
-    for name, low in zip(("out", "dq", "dk", "dv"), plain):
-        compare.assert_within_twice_pytorch(name, results.tensors[name], truth[name], low)
+    for name, got, truth, low in beside_pytorch(case, target, SDPBackend.MATH):
+        compare.assert_within_twice_pytorch(name, got, truth, low)

@@ -19,7 +19,7 @@ import torch
 import flash_ext
 from tests import processes
 from tests.docs.test_docs import INTEGRATIONS, README, code_blocks, rows, section, text_of, without_code
-from tests.qkv import sdpa_counts
+from tests.qkv import on_devices, sdpa_counts
 from tests.sources import ROOT
 
 pytestmark = pytest.mark.everywhere
@@ -84,7 +84,7 @@ def test_examples_run(path: Path) -> None:
 @processes.forked
 @pytest.mark.slow
 @pytest.mark.parametrize("size, alone", [(1, True), (2, False)])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@on_devices
 def test_examples_of_several_processes_run(device: str, size: int, alone: bool) -> None:
     if not torch.distributed.is_available():
         pytest.skip("this torch has no torch.distributed")

@@ -15,8 +15,8 @@ from flash_ext._ops.library import _C
 from flash_ext.fp8 import Fp8Inputs, attention_fp8, quantize_fp8
 from tests import fp8_kernel
 from tests.covering import pairs_on_cpu
-from tests.fp8.test_fp8 import DEVICES, ON_GPU, bounds_of, check, error_of, make, rows_of, spec_of, truth
-from tests.qkv import null_kernels
+from tests.fp8.test_fp8 import bounds_of, check, error_of, make, rows_of, spec_of, truth
+from tests.qkv import CPU_AND_HOPPER, ON_HOPPER, null_kernels
 
 
 def e4m3(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -26,7 +26,7 @@ def e4m3(*tensors: Tensor) -> tuple[Tensor, ...]:
 # ---- factors near 0 --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
 def test_a_factor_of_0(device: str, name: str) -> None:
     zero = torch.zeros((), device=device)
@@ -39,14 +39,14 @@ def test_a_factor_of_0(device: str, name: str) -> None:
 SCORES = pytest.mark.parametrize("dim", [64, 96])
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @SCORES
 def test_a_product_of_factors_that_underflows(device: str, dim: int) -> None:
     q, k, v = make(300, 300, dim=dim, device=device)
     check(quantize_fp8(q * 1e-20, k * 1e-23, v), causal=True)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @SCORES
 def test_a_large_factor_beside_a_small_one(device: str, dim: int) -> None:
     """Their product is an ordinary number."""
@@ -63,7 +63,7 @@ def beyond_float16(device: str) -> Fp8Inputs:
     return quantize_fp8(q, k, v, smooth_k=False)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 def test_a_scale_that_float16_does_not_have(device: str) -> None:
     x = beyond_float16(device)
     factors = x.q_descale[0, 0, 0] * x.k_descale[0, 0, 0]
@@ -84,7 +84,7 @@ def test_negative_factors_are_refused_on_the_cpu(name: str) -> None:
         Fp8Inputs.of(*e4m3(*make()), **{name: -torch.ones(())})
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", CPU_AND_HOPPER[1:])
 def test_negative_factors_show_on_a_gpu(device: str) -> None:
     x = Fp8Inputs.of(*e4m3(*make(device=device)), k_descale=-torch.ones((), device=device))
     assert attention_fp8(x).isnan().all()
@@ -93,7 +93,7 @@ def test_negative_factors_show_on_a_gpu(device: str) -> None:
 # ---- rows of no sequence, strides ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 def test_rows_before_the_first_sequence(device: str) -> None:
     """They have no column of v: the first key keeps its own."""
     q, k, v = e4m3(*make(80, 90, packed=True, device=device))
@@ -161,7 +161,7 @@ def test_the_operator_is_sound_for_heads_first() -> None:
 # ---- gradients -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (20, -1)}], ids=str)
 def test_gradients_of_packed_sequences(device: str, options: dict) -> None:
     tensors = [t.requires_grad_() for t in make(190, 300, packed=True, device=device)]
@@ -177,7 +177,7 @@ def test_gradients_of_packed_sequences(device: str, options: dict) -> None:
         assert b.any() and error_of(a, b.double().cpu()) < 1e-2
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 def test_gradients_of_tensors_without_unit_stride(device: str) -> None:
     """And of a result whose gradient has none."""
     q, k, v = (t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in make(device=device))
@@ -203,7 +203,7 @@ def test_tensors_in_fp8_that_require_a_gradient(name: str) -> None:
 # ---- means ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("used", [False, True])
 def test_rounding_leaves_the_mean_of_v(device: str, packed: bool, used: bool) -> None:
@@ -229,7 +229,7 @@ def test_rounding_leaves_the_mean_of_v(device: str, packed: bool, used: bool) ->
 
 
 @pairs_on_cpu(
-    gpu=ON_GPU,
+    gpu=ON_HOPPER,
     mode=["fp8", "mixed"],
     rows=[300, 1100],
     dim=[64, 128],
@@ -244,7 +244,7 @@ def test_left_windows(device: str, mode: str, rows: int, dim: int, options: dict
     check(quantize_fp8(*make(rows, rows, dim=dim, device=device), mode=mode), **options)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("mode", ["fp8", "mixed"])
 @pytest.mark.parametrize("packed", [False, True])
 @SCORES
@@ -257,7 +257,7 @@ def test_few_keys(device: str, packed: bool, mode: str, dim: int) -> None:
         check(quantize_fp8(*tensors, mode=mode, **bounds), gate=0.06, lse_gate=lse_gate)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @SCORES
 def test_a_key_that_is_not_finite(device: str, bad: float, dim: int) -> None:

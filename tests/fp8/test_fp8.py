@@ -20,12 +20,9 @@ from flash_ext.fp8 import Fp8Inputs, attention_fp8, quantize_fp8
 from tests import fp8_kernel
 from tests.covering import pairs_on_cpu
 from tests.graphs import capture
-from tests.qkv import null_kernels
+from tests.qkv import CPU_AND_HOPPER, ON_HOPPER, null_kernels, only_hopper
 from tests.reference import attention_reference
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")]
-DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 # Rounding of weights and values to e4m3 in the worst of these cases, and what the oracle does not round.
 GATE = 0.035
 # Between out of the kernel and of its model: a few elements that bf16 rounds to the other side.
@@ -134,7 +131,7 @@ QUANTISATIONS = [
 KEYS_OF_CONSTANTS = 2500  # more than two accumulators take
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize(("dim", "dim_v", "mode"), HEAD_SIZES)
 def test_constant_values_come_out_as_they_are(device: str, dim: int, dim_v: int, mode: str) -> None:
     q, k, v = make(100, KEYS_OF_CONSTANTS, dim=dim, dim_v=dim_v, device=device)
@@ -143,7 +140,7 @@ def test_constant_values_come_out_as_they_are(device: str, dim: int, dim_v: int,
     assert torch.equal(out, v[:, :1].repeat_interleave(2, 2).expand_as(out))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize(("growth", "gate"), [(1, 0.03), (4, 0.06)])
 @pytest.mark.parametrize(("dim", "dim_v", "mode"), HEAD_SIZES)
 def test_constant_values_with_their_mean(
@@ -163,14 +160,14 @@ def test_constant_values_with_their_mean(
 # ---- against the oracle ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("how", QUANTISATIONS, ids=str)
 @pytest.mark.parametrize("options", MASKS, ids=str)
 def test_dense(device: str, how: dict, options: dict) -> None:
     check(quantize_fp8(*make(device=device), **how), **options)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("heads", "dim", "dim_v"), [(8, 64, 64), (4, 96, 96), (8, 128, 128), (4, 192, 128)])
 def test_query_heads_that_share_one(device: str, packed: bool, heads: int, dim: int, dim_v: int) -> None:
@@ -180,14 +177,14 @@ def test_query_heads_that_share_one(device: str, packed: bool, heads: int, dim: 
     check(quantize_fp8(q, k, v, **bounds), window_size=(70, 20))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize(("dim", "dim_v", "mode"), HEAD_SIZES)
 def test_head_sizes(device: str, dim: int, dim_v: int, mode: str) -> None:
     check(quantize_fp8(*make(dim=dim, dim_v=dim_v, device=device), mode=mode), causal=True)
 
 
 @pairs_on_cpu(
-    gpu=ON_GPU,
+    gpu=ON_HOPPER,
     dims=[(192, 192), (160, 144), (256, 256), (64, 208), (240, 32)],
     how=[{}, {"granularity": "head", "smooth_v": False}],
     options=MASKS[:3],
@@ -202,7 +199,7 @@ def test_wide_values(device: str, dims: tuple[int, int], how: dict, options: dic
     check(quantize_fp8(*tensors, **bounds, **how), **options)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize(
     "lengths", [(1, 1), (1, 700), (7, 15), (129, 127), (300, 100), (64, 1025), (256, 256)]
 )
@@ -212,7 +209,7 @@ def test_lengths(device: str, lengths: tuple[int, int], causal: bool) -> None:
     check(x, gate=0.05, causal=causal)  # few keys: no errors cancel
 
 
-@pairs_on_cpu(gpu=ON_GPU, strength=1, how=QUANTISATIONS, options=MASKS[:3], dim=[64, 128])
+@pairs_on_cpu(gpu=ON_HOPPER, strength=1, how=QUANTISATIONS, options=MASKS[:3], dim=[64, 128])
 def test_packed(device: str, how: dict, options: dict, dim: int) -> None:
     """With rows of no sequence in front and behind, one side empty, and lengths off every grid."""
     q, k, v = make(400, 700, packed=True, dim=dim, device=device)
@@ -282,7 +279,7 @@ DATA: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], None], float]] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize(("dim", "mode"), MODES_OF_DATA)
 @pytest.mark.parametrize("data", DATA)
 def test_data(device: str, data: str, dim: int, mode: str) -> None:
@@ -298,7 +295,7 @@ GATES_OF_LONG_SUMS = {"mean": 0.003, "clustered": 0.011}
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
+@only_hopper
 @pytest.mark.parametrize("kind", GATES_OF_LONG_SUMS)
 @pytest.mark.parametrize("keys", [8192, 32768, 131072])
 @pytest.mark.parametrize("dim", HEAD_DIMS_OF_DATA)
@@ -318,7 +315,7 @@ def test_long_sums(kind: str, keys: int, dim: int) -> None:
 # ---- exact ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 def test_powers_of_two_change_no_bit(device: str) -> None:
     """Nor does a stride of 0, nor which of the two has the factor."""
     x = quantize_fp8(*make(device=device), granularity="head")
@@ -332,7 +329,7 @@ def test_powers_of_two_change_no_bit(device: str) -> None:
         assert torch.equal(attention_fp8(other), 2 * plain)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 def test_any_vector_may_be_off_every_key(device: str) -> None:
     """out keeps its bits, and lse moves by what the queries have of the vector."""
     x = quantize_fp8(*make(device=device))
@@ -350,7 +347,7 @@ def test_any_vector_may_be_off_every_key(device: str) -> None:
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 def test_packed_sequences_have_factors_of_their_own(device: str) -> None:
     """Those of q and k, whose sizes they stand for; v has one of its own where it is the same for all."""
     q, k, v = (t.to(fp8.E4M3) for t in make(500, 600, packed=True, device=device))
@@ -370,7 +367,7 @@ def test_packed_sequences_have_factors_of_their_own(device: str) -> None:
         Fp8Inputs.of(q, k, v, k_descale=torch.ones(4, 2, device=device), **bounds)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 def test_what_it_stands_for_is_an_argument_of_attention(device: str) -> None:
     """As the messages advise; v, which lay transposed, has rows again."""
     x = quantize_fp8(*make(device=device))
@@ -378,7 +375,7 @@ def test_what_it_stands_for_is_an_argument_of_attention(device: str) -> None:
     assert error_of(attention_fp8(x, causal=True), want.double().cpu()) <= GATE
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("options", [{}, {"granularity": "head"}, {"hadamard": True}])
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_products_of_small_numbers_fit_float16(device: str, dim: int, options: dict[str, object]) -> None:
@@ -395,7 +392,7 @@ def test_products_of_small_numbers_fit_float16(device: str, dim: int, options: d
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
+@only_hopper
 @pytest.mark.parametrize("options", MASKS)
 @pytest.mark.parametrize("dim", [80, 128, 192, 256])
 def test_scores_in_float16_beside_those_in_float32(dim: int, options: dict[str, object]) -> None:
@@ -421,7 +418,7 @@ def rows_of(x: Fp8Inputs) -> Tensor:
     return fp8.rows_of_values(x.v, x.k.shape[-3], x.cu_seqlens_k).to(torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("packed", [False, True])
 def test_tensors_that_are_fp8_already(device: str, packed: bool) -> None:
     q, k, v = make(100, 333, packed=packed, device=device)
@@ -434,7 +431,7 @@ def test_tensors_that_are_fp8_already(device: str, packed: bool) -> None:
     assert torch.equal(attention_fp8(x, causal=True), attention_fp8(other, causal=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_what_is_not_finite_shows(device: str, bad: float, dim: int) -> None:
@@ -463,7 +460,7 @@ def test_quantisation_is_that_of_the_cpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
+@only_hopper
 @pytest.mark.parametrize(
     ("dim", "mode", "runs"), [(128, "fp8", 1000), (256, "fp8", 300), (128, "mixed", 300)]
 )
@@ -491,7 +488,7 @@ def test_quantisation_repeats_bit_for_bit(how: dict) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
+@only_hopper
 def test_in_a_cuda_graph() -> None:
     q, k, v = make(300, 500, device="cuda")
     graph, out = capture(lambda: attention_fp8(quantize_fp8(q, k, v), causal=True))

@@ -18,11 +18,8 @@ from flash_ext.fp8 import Fp8Inputs, attention_fp8, quantize_fp8
 from tests.covering import pairs_on_cpu
 from tests.fp8.test_edges import e4m3
 from tests.fp8.test_fp8 import (
-    DEVICES,
     GATE,
     HEAD_SIZES,
-    HOPPER,
-    ON_GPU,
     QUANTISATIONS,
     bounds_of,
     error_of,
@@ -31,7 +28,7 @@ from tests.fp8.test_fp8 import (
     spec_of,
 )  # fmt: skip
 from tests.graphs import capture
-from tests.qkv import null_kernels
+from tests.qkv import CPU_AND_HOPPER, ON_HOPPER, null_kernels, only_hopper
 from tests.reference import attention_reference, row_max_reference
 
 BOTH = AuxRequest(lse=True, max_scores=True)
@@ -109,7 +106,7 @@ def spoiled(used: list[int], device: str, seed: int = 0) -> tuple[Tensor, Tensor
 # ---- lengths --------------------------------------------------------------------------------------------
 
 
-@pairs_on_cpu(gpu=ON_GPU, strength=1, how=QUANTISATIONS, options=MASKS)
+@pairs_on_cpu(gpu=ON_HOPPER, strength=1, how=QUANTISATIONS, options=MASKS)
 def test_lengths_of_batch_entries(device: str, how: dict, options: dict) -> None:
     x = quantize_fp8(*spoiled(LENGTHS, device), seqused_k=int32(*LENGTHS, device=device), **how)
     _, k, v = x.dequantize(torch.float32)
@@ -118,7 +115,7 @@ def test_lengths_of_batch_entries(device: str, how: dict, options: dict) -> None
     check(x, gate=0.05, **options)  # few keys: no errors cancel
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("how", QUANTISATIONS[:3], ids=str)
 def test_what_is_not_used_enters_no_factor_and_no_mean(device: str, how: dict) -> None:
     q, k, v = spoiled(LENGTHS, device)
@@ -141,7 +138,7 @@ def test_what_is_not_used_enters_no_factor_and_no_mean(device: str, how: dict) -
         assert not x.v[b].view(torch.uint8)[..., unused].any()
 
 
-@pairs_on_cpu(gpu=ON_GPU, strength=1, how=QUANTISATIONS, options=MASKS[:3])
+@pairs_on_cpu(gpu=ON_HOPPER, strength=1, how=QUANTISATIONS, options=MASKS[:3])
 def test_lengths_of_packed_sequences(device: str, how: dict, options: dict) -> None:
     q, k, v = make(400, 700, packed=True, device=device)
     k, v = k + 2, v + 1
@@ -156,7 +153,7 @@ def test_lengths_of_packed_sequences(device: str, how: dict, options: dict) -> N
     check(x, **options)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("packed", [False, True])
 def test_lengths_of_tensors_that_are_fp8_already(device: str, packed: bool) -> None:
     if packed:
@@ -177,7 +174,7 @@ def test_lengths_of_tensors_that_are_fp8_already(device: str, packed: bool) -> N
     assert torch.equal(attention_fp8(x, causal=True), attention_fp8(clean, causal=True))
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", CPU_AND_HOPPER[1:])
 def test_lengths_on_a_gpu_are_clamped(device: str) -> None:
     q, k, v = make(100, 300, device=device)
     x = quantize_fp8(q, k, v, seqused_k=int32(-5, 10**9, device=device))
@@ -186,7 +183,7 @@ def test_lengths_on_a_gpu_are_clamped(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
+@only_hopper
 def test_lengths_change_in_a_cuda_graph() -> None:
     q, k, v = make(130, 500, device="cuda")
     used = int32(500, 500, device="cuda")
@@ -208,7 +205,7 @@ def test_lengths_change_in_a_cuda_graph() -> None:
 SINKS = [0.5, -math.inf, 7.0, -3.0]
 
 
-@pairs_on_cpu(gpu=ON_GPU, strength=1, how=QUANTISATIONS, options=MASKS)
+@pairs_on_cpu(gpu=ON_HOPPER, strength=1, how=QUANTISATIONS, options=MASKS)
 def test_sinks(device: str, how: dict, options: dict) -> None:
     """Beside scores that a mean of keys has shifted by more than the sinks are apart."""
     q, k, v = make(device=device)
@@ -216,7 +213,7 @@ def test_sinks(device: str, how: dict, options: dict) -> None:
     check(x, torch.tensor(SINKS, device=device), **options)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize(("dim", "dim_v", "mode"), HEAD_SIZES[4:])
 def test_sinks_of_head_sizes(device: str, dim: int, dim_v: int, mode: str) -> None:
     rows, *used = (300, 2300, 1111) if device == "cuda" else (140, 300, 211)
@@ -225,7 +222,7 @@ def test_sinks_of_head_sizes(device: str, dim: int, dim_v: int, mode: str) -> No
     check(x, torch.tensor(SINKS, device=device), causal=True)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 def test_sinks_of_packed_sequences(device: str) -> None:
     """With rows that see no key, in sequences and outside of them."""
     q, k, v = make(400, 300, packed=True, device=device)
@@ -239,7 +236,7 @@ def test_sinks_of_packed_sequences(device: str) -> None:
     assert torch.equal(aux.lse[:, 203:253], sinks[:, None].expand(4, 50))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("sinks", [None, SINKS])
 @pytest.mark.parametrize("packed", [False, True])
 def test_without_any_key(device: str, packed: bool, sinks: list[float] | None) -> None:
@@ -269,7 +266,7 @@ DATA: dict[str, Callable[[Tensor, Tensor], None]] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("mode", ["fp8", "mixed"])
 @pytest.mark.parametrize("data", DATA)
 def test_largest_scores(device: str, mode: str, data: str) -> None:
@@ -278,14 +275,14 @@ def test_largest_scores(device: str, mode: str, data: str) -> None:
     check(quantize_fp8(q, k, v, mode=mode), gate=0.06)
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("device", CPU_AND_HOPPER[1:])
 def test_largest_scores_of_very_many_keys(device: str) -> None:
     """A GPU takes them in stretches, whose maxima are joined."""
     q, k, v = make(70, 70000, 1, 1, 64, batch=1, device=device)
     check(quantize_fp8(q, k + 1, v), torch.tensor([9.0], device=device), gate=0.06)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_gradients_go_straight_through(device: str, with_sinks: bool) -> None:
     tensors = [t.requires_grad_() for t in make(device=device)]
@@ -306,7 +303,7 @@ def test_gradients_go_straight_through(device: str, with_sinks: bool) -> None:
         assert quantize_fp8(*tensors)._originals is None
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 def test_gradients_with_sinks_of_packed_sequences(device: str) -> None:
     """lse is not asked for; rows of no sequence leave no trace in the sinks' gradient."""
     tensors = [t.requires_grad_() for t in make(190, 300, packed=True, device=device)]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext.fp8 import attention_fp8, quantize_fp8
-from tests.fp8.test_fp8 import DEVICES, error_of, make
+from tests.fp8.test_fp8 import error_of, make
+from tests.qkv import CPU_AND_HOPPER
 
 ROWS, KEYS = 300, 421
 
@@ -41,7 +42,7 @@ def assert_same_numbers(got: Tensor, want: Tensor) -> None:
     assert (apart > largest / 100).double().mean() < 0.02
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     ("d", "features", "options"),
@@ -73,7 +74,7 @@ def test_numbers_stand_for_turned_q_and_k(
     assert error_of(out.cpu(), want.cpu()) < 0.1
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 def test_values_may_have_more_columns(device: str) -> None:
     """The lanes of a row are then more than q and k fill."""
     q, k, v = make(ROWS, ROWS, dim=64, dim_v=256, device=device)
@@ -84,7 +85,7 @@ def test_values_may_have_more_columns(device: str) -> None:
         assert_same_numbers(a, b)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 def test_packed_rows_have_their_own_factors(device: str) -> None:
     torch.manual_seed(1)
     bounds = torch.tensor([0, 70, 70, 261, 300], dtype=torch.int32, device=device)
@@ -97,7 +98,7 @@ def test_packed_rows_have_their_own_factors(device: str) -> None:
         assert_same_numbers(a, b)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 def test_unused_keys_may_be_anything(device: str) -> None:
     torch.manual_seed(2)
     used = torch.tensor([200, 0], dtype=torch.int32, device=device)
@@ -111,7 +112,7 @@ def test_unused_keys_may_be_anything(device: str) -> None:
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("mode", ["fp8", "mixed"])
 def test_gradients_go_through_the_rotation(device: str, mode: str) -> None:
     torch.manual_seed(3)
@@ -129,7 +130,7 @@ def test_gradients_go_through_the_rotation(device: str, mode: str) -> None:
         assert error_of(a.cpu(), b.cpu()) < 0.02
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 def test_operator_is_traced_with_factors(device: str) -> None:
     q, k, v = make(130, 130, batch=1, device=device)
     pair = factors(130, 32, device=device)

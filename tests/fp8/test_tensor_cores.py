@@ -15,7 +15,8 @@ from flash_ext import AuxRequest
 from flash_ext._cpu import fp8
 from flash_ext.fp8 import Fp8Inputs, attention_fp8, quantize_fp8
 from tests import fp8_kernel
-from tests.fp8.test_fp8 import DATA, HOPPER, ON_GPU, error_of, make, spec_of, truth
+from tests.fp8.test_fp8 import DATA, error_of, make, spec_of, truth
+from tests.qkv import CPU_AND_HOPPER, only_hopper
 from tests.tensor_cores import add_products, products
 
 
@@ -125,7 +126,7 @@ SUMS_IN_FLOAT16 = {
 }
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize("small", SUMS_IN_FLOAT16)
 def test_scores_in_float16_are_rounded_behind_each_step(device: str, small: float) -> None:
     for sign, want in zip((1, -1), SUMS_IN_FLOAT16[small], strict=True):
@@ -147,7 +148,7 @@ def test_scores_in_float16_are_rounded_behind_each_step(device: str, small: floa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")
+@only_hopper
 @pytest.mark.parametrize("dim", [96, 128, 192, 256])
 def test_sums_in_float16_are_those_of_the_model(dim: int) -> None:
     """To the last bit, for rows that see one key: lse is the score, exactly, since scores are large."""

@@ -11,9 +11,7 @@ from torch import Tensor
 from flash_ext.compat import flash_attn as fa
 from flash_ext.compat.flash_attn import bert_padding
 from flash_ext.compat.flash_attn import flash_attn_interface as interface
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-on_each_device = pytest.mark.parametrize("device", DEVICES)
+from tests.qkv import on_devices
 
 
 def dtype_of(device: str) -> torch.dtype:
@@ -163,7 +161,7 @@ def test_public_names() -> None:
 # ---- dense -----------------------------------------------------------------------------------------------
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_dense_values_and_gradients(device: str, variant: dict) -> None:
     q, k, v = draw(device, (2, 9, 4, 16), (2, 13, 2, 16), (2, 13, 2, 16))
@@ -188,7 +186,7 @@ def test_rows_without_keys_are_zero() -> None:
     assert (out[0, 3:] != 0).all()
 
 
-@on_each_device
+@on_devices
 def test_packed_projections_are_read_in_place(device: str) -> None:
     (qkv,) = draw(device, (2, 7, 3, 4, 16))
     qkv.requires_grad_()
@@ -206,7 +204,7 @@ def test_packed_projections_are_read_in_place(device: str) -> None:
         fa.flash_attn_qkvpacked_func(kv)
 
 
-@on_each_device
+@on_devices
 def test_a_last_stride_that_is_not_one_is_copied(device: str) -> None:
     q, k, v = draw(device, (1, 6, 2, 8), (1, 6, 2, 8), (1, 6, 2, 8))
     strided = q.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -217,7 +215,7 @@ def test_a_last_stride_that_is_not_one_is_copied(device: str) -> None:
 # ---- dropout ---------------------------------------------------------------------------------------------
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("packed", [False, True])
 def test_dropout_weights_have_a_minus_where_dropped(device: str, packed: bool) -> None:
     heads, keys = 2, 300  # more keys than one call of the weights carries out
@@ -244,7 +242,7 @@ def test_dropout_weights_have_a_minus_where_dropped(device: str, packed: bool) -
     close(out, torch.einsum("bhij,bjhd->bihd", kept, v.double().repeat_interleave(heads, 2)))
 
 
-@on_each_device
+@on_devices
 def test_dropout_pair_uses_the_same_mask(device: str) -> None:
     q, k, v = draw(device, (2, 9, 2, 16), (2, 9, 2, 16), (2, 9, 2, 16))
     flat = (0.4, None, True, -1, -1, 0.0, None)
@@ -277,7 +275,7 @@ def test_dropout_is_repeatable_by_the_default_generator() -> None:
 # ---- packed ----------------------------------------------------------------------------------------------
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_varlen_is_dense_sequence_by_sequence(device: str, variant: dict) -> None:
     lengths_q, lengths_k = (4, 0, 7), (6, 3, 7)
@@ -297,7 +295,7 @@ def test_varlen_is_dense_sequence_by_sequence(device: str, variant: dict) -> Non
         close(got, expected[0])
 
 
-@on_each_device
+@on_devices
 def test_varlen_pair(device: str) -> None:
     q, k, v, dout = draw(device, (11, 4, 16), (11, 2, 16), (11, 2, 16), (11, 4, 16))
     bounds = torch.tensor([0, 4, 11], dtype=torch.int32, device=device)
@@ -338,7 +336,7 @@ def test_padding_and_back() -> None:
 # ---- the pair, as ring implementations use it ------------------------------------------------------------
 
 
-@on_each_device
+@on_devices
 def test_pair_takes_merged_results(device: str) -> None:
     """A backward over half of the keys with the results over all of them: shares that add up."""
     q, k, v, dout = draw(device, (1, 6, 2, 16), (1, 8, 2, 16), (1, 8, 2, 16), (1, 6, 2, 16))
@@ -366,7 +364,7 @@ def test_pair_takes_merged_results(device: str) -> None:
 # ---- cache -----------------------------------------------------------------------------------------------
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("seqlen_new", [0, 1, 3])
 def test_kvcache(device: str, variant: dict, seqlen_new: int) -> None:
@@ -396,7 +394,7 @@ def test_kvcache(device: str, variant: dict, seqlen_new: int) -> None:
     assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
 
 
-@on_each_device
+@on_devices
 def test_kvcache_whole_and_with_left_padding(device: str) -> None:
     q, k, v = draw(device, (2, 1, 2, 16), (2, 9, 2, 16), (2, 9, 2, 16))
     close(fa.flash_attn_with_kvcache(q, k, v), by_definition(q, k, v)[0])
@@ -407,7 +405,7 @@ def test_kvcache_whole_and_with_left_padding(device: str) -> None:
         close(out[i], by_definition(q[i : i + 1], k[i : i + 1, start:6], v[i : i + 1, start:6])[0][0])
 
 
-@on_each_device
+@on_devices
 def test_kvcache_with_room_between_entries(device: str) -> None:
     """Rows that are no run of one packed tensor give what a copy of them gives."""
     q, k, v = draw(device, (2, 2, 4, 16), *((3, 12, 2, 16),) * 2)
@@ -422,7 +420,7 @@ def test_kvcache_with_room_between_entries(device: str) -> None:
 # ---- refusals --------------------------------------------------------------------------------------------
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("softcap", [0.0, 3.0])  # the second road copies entries
 def test_kvcache_stays_inside_the_cache(softcap: float, device: str) -> None:
     """Whatever lengths and entries say: an index outside ends the process on a GPU, or shows another's."""

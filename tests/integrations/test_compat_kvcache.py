@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flash_ext import _owners
 from flash_ext.compat import flash_attn as fa
-from tests.integrations.test_compat_flash_attn import by_definition, close, draw, on_each_device
+from tests.integrations.test_compat_flash_attn import by_definition, close, draw
+from tests.qkv import on_devices
 
 HEADS = {"mha": (6, 6), "mqa": (6, 1), "gqa": (6, 3)}
 HEAD_DIMS = (32, 59, 64, 80, 128, 256)
@@ -192,7 +193,7 @@ def test_gpu_combinations(lengths: tuple[int, int], heads: str) -> None:
     check_some(heads, lengths, "cuda", (LENGTHS + LONG).index(lengths) % step, step)
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("shape", [(), (2,)])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])  # the second road hides keys by a mask
 def test_numbers_may_be_one_for_all(softcap: float, shape: tuple, device: str) -> None:
@@ -202,7 +203,7 @@ def test_numbers_may_be_one_for_all(softcap: float, shape: tuple, device: str) -
     close(out, by_definition(q, k[:, 2:6], v[:, 2:6], softcap=softcap)[0])
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", [(4,), (2, 4)])
 def test_alibi_over_pages_is_that_of_entries(shape: tuple, causal: bool, device: str) -> None:
@@ -223,7 +224,7 @@ def test_alibi_over_pages_is_that_of_entries(shape: tuple, causal: bool, device:
         assert torch.equal(pool[order].view_as(cache), cache)
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("rotates", [False, True])
 @pytest.mark.parametrize(
@@ -271,7 +272,7 @@ def test_padding_is_never_read(options: dict, rotates: bool, gaps: bool, device:
         close(lse[i], truth_lse[0])
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize(
     "options", [{"softcap": 3.0}, {"alibi_slopes": True}, {"softcap": 3.0, "causal": True}]
 )
@@ -308,7 +309,7 @@ def test_appending_twice_to_an_entry_is_refused(entries: list[int], twice: int) 
     assert torch.equal(caches[0], before[0]) and torch.equal(caches[1], before[1])
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 def test_where_values_are_not_seen_the_first_has_the_entry(
@@ -330,7 +331,7 @@ def test_where_values_are_not_seen_the_first_has_the_entry(
     assert (out[2] == 0).all() and (lse[2] == -torch.inf).all()
 
 
-@on_each_device
+@on_devices
 def test_reading_an_entry_twice_is_not_refused(device: str) -> None:
     q, k, v = draw(device, (4, 1, 4, 16), *((4, 9, 2, 16),) * 2)
     call = shared(device, [2, 2, 1, 2])

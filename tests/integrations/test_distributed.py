@@ -5,11 +5,8 @@ The same checks run over gloo on the CPU and over NCCL on two GPUs.
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from torch import Tensor, distributed
 import flash_ext
 from flash_ext import masks
 from tests import processes
+from tests.processes import process_group
 
 WORLD_SIZE = 2
 
@@ -297,25 +295,10 @@ CHECKS: dict[str, Callable] = {
 }
 
 
-@contextlib.contextmanager
-def process_group(rank: int, port: int, backend: str) -> Iterator[None]:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # two ranks gain nothing by it, and some machines lack it
-    torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    limit = datetime.timedelta(seconds=120)
-    distributed.init_process_group(backend, rank=rank, world_size=WORLD_SIZE, timeout=limit)
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
-
-
 def run_all(rank: int, size: int, port: int, backend: str) -> None:
     # Sharding rules are registered when DTensor comes into use, and not by importing flash_ext.
     assert "flash_ext._ops.dtensor" not in sys.modules
-    with process_group(rank, port, backend):
+    with process_group(rank, WORLD_SIZE, port, backend):
         from torch.distributed.tensor import init_device_mesh
 
         mesh = init_device_mesh("cuda" if backend == "nccl" else "cpu", (WORLD_SIZE,))

@@ -12,12 +12,10 @@ import torch
 import flash_ext
 from flash_ext.integrations import _fp8 as fp8
 from flash_ext.integrations import transformers as integration
+from tests.qkv import CPU_AND_HOPPER
 
 transformers = pytest.importorskip("transformers", minversion="4.57")
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="the fp8 kernels run on Hopper")]
-DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 ROWS = 160
 
 
@@ -57,7 +55,7 @@ def tokens(device: str, rows: int = ROWS) -> torch.Tensor:
     return torch.randint(1, 67, (2, rows), generator=torch.Generator().manual_seed(0)).to(device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_HOPPER)
 @pytest.mark.parametrize(("mode", "gate"), [("fp8", 0.06), ("mixed", 0.05)])
 def test_a_prefill(device: str, mode: str, gate: float, quantised: list[str]) -> None:
     model = make_model(device)

@@ -30,10 +30,9 @@ from tests.integrations.test_sdpa_override import (
     SDPA_BACKWARD,
     on_cpu,
 )
-from tests.qkv import sdpa_counts
+from tests.qkv import on_devices, sdpa_counts
 
 aten = torch.ops.aten
-on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 BACKWARD_OF = {SDPA: SDPA_BACKWARD, MASKED: MASKED_BACKWARD, GROUPED: GROUPED_BACKWARD}
 
 
@@ -171,7 +170,7 @@ class AsInTimm(nn.Module):
         return self.proj(out.transpose(1, 2).reshape(batch, rows, width))
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("kind", ["plain", "causal", "mask"])
 def test_the_attention_call_of_timm(kind: str, device: str) -> None:
     model = AsInTimm(64, 4)
@@ -182,7 +181,7 @@ def test_the_attention_call_of_timm(kind: str, device: str) -> None:
             lambda m: m(draw(2, 17, 64, like=m), **options))  # fmt: skip
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224"])
 def test_timm(name: str, device: str) -> None:
     timm = library("timm")
@@ -195,7 +194,7 @@ def test_timm(name: str, device: str) -> None:
 # ---- diffusers -------------------------------------------------------------------------------------------
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("masked", [False, True])
 def test_diffusers_unet(masked: bool, device: str) -> None:
     """Self- and cross-attention of an image model; the mask hides words."""
@@ -216,7 +215,7 @@ def test_diffusers_unet(masked: bool, device: str) -> None:
     compare(model, device, calls, run)
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("backend", ["native", "_native_flash"])
 def test_diffusers_backends(backend: str, device: str) -> None:
     """A transformer that asks the library's dispatcher for its attention."""

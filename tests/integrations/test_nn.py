@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 import flash_ext
 from flash_ext.nn import MultiheadAttention
+from tests.qkv import on_devices
 
 BATCH, ROWS, KEYS, EMBED, HEADS = 3, 7, 9, 24, 4
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-on_each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def pair(device: str = "cpu", **options: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
@@ -116,7 +115,7 @@ def test_checkpoints_load_in_both_directions(options: dict) -> None:
 # ---- values ----------------------------------------------------------------------------------------------
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("kind", ["self", "shared", "cross"])
@@ -129,7 +128,7 @@ CONSTRUCTIONS = [{"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}
                  {"add_bias_kv": True, "add_zero_attn": True, "kdim": 8, "vdim": 8}]  # fmt: skip
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("options", CONSTRUCTIONS, ids=str)
 def test_constructions(options: dict, masked: bool, device: str) -> None:
@@ -157,7 +156,7 @@ def paddings() -> dict[str, Tensor | None]:
 
 # torch warns that masks of different types are to go, and takes them.
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("mask, padding", list(itertools.product(masks(), paddings())))
 def test_masks(mask: str, padding: str, device: str) -> None:
     theirs, ours = pair(device, batch_first=True)
@@ -166,7 +165,7 @@ def test_masks(mask: str, padding: str, device: str) -> None:
     compare(theirs, ours, inputs(ours), **call, need_weights=False)
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", ["self", "cross"])
 def test_causal_hint(kind: str, padded: bool, device: str) -> None:
@@ -212,7 +211,7 @@ def test_without_a_batch() -> None:
     compare(theirs, ours, given, attn_mask=mask)
 
 
-@on_each_device
+@on_devices
 def test_rows_without_keys_are_zero_and_not_nan(device: str) -> None:
     theirs, ours = pair(device, batch_first=True)
     given = inputs(ours)
@@ -223,7 +222,7 @@ def test_rows_without_keys_are_zero_and_not_nan(device: str) -> None:
     assert theirs(*given, key_padding_mask=hidden)[0][1].isnan().all()
 
 
-@on_each_device
+@on_devices
 def test_more_keys_than_weights_of_one_pass(device: str) -> None:
     theirs, ours = pair(device, batch_first=True)
     q = inputs(ours)[0]
@@ -234,7 +233,7 @@ def test_more_keys_than_weights_of_one_pass(device: str) -> None:
 # ---- dropout ---------------------------------------------------------------------------------------------
 
 
-@on_each_device
+@on_devices
 def test_dropout_drops_in_training_only_and_shows_in_the_weights(device: str) -> None:
     theirs, ours = pair(device, batch_first=True, dropout=0.25)
     given = inputs(ours)

@@ -6,14 +6,10 @@ GPUs the same checks run over NCCL.
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import importlib.util
 import itertools
-import os
-import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,6 +30,7 @@ from flash_ext.distributed import (
 )
 from flash_ext.masks import Causal, Documents
 from tests import processes
+from tests.processes import process_group
 from tests.qkv import sdpa_counts
 
 # torch's context_parallel, where this version keeps it.
@@ -364,22 +361,6 @@ def check_torchs_engine(world: World) -> None:
         own = shard_sequence(own.detach(), world.group).transpose(1, 2)
         error = (got.double() - own).norm() / own.norm()
         assert error < 0.01, f"relative error {error:.3g}"
-
-
-@contextlib.contextmanager
-def process_group(rank: int, size: int, port: int, backend: str) -> Iterator[None]:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a few ranks gain nothing, and some machines lack it
-    torch.set_num_threads(1)
-    random.seed(0)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    limit = datetime.timedelta(seconds=120)
-    distributed.init_process_group(backend, rank=rank, world_size=size, timeout=limit)
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
 
 
 def run(rank: int, size: int, port: int, backend: str) -> None:

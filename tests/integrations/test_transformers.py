@@ -22,15 +22,13 @@ from torch import Tensor
 
 from flash_ext import masks
 from flash_ext.integrations import transformers as integration
-from tests.qkv import AllOperators
+from tests.qkv import AllOperators, on_devices
 
 transformers = pytest.importorskip("transformers", minversion="4.57")
 from transformers import masking_utils  # noqa: E402
 
 IS_5 = int(transformers.__version__.split(".")[0]) >= 5
 NAME = integration.register()
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-on_each_device = pytest.mark.parametrize("device", DEVICES)
 
 VOCABULARY = 67
 DECODER = {
@@ -196,7 +194,7 @@ def compare_runs(eager: Runner, ours: Runner, model: Any, device: str, real: Ten
 # ---- logits and gradients --------------------------------------------------------------------------------
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_padded(shape: str, side: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +225,7 @@ def each_alone(model: Any, ids: Tensor, lengths: tuple[int, ...]) -> tuple[Tenso
     return torch.cat([logits for logits, _ in parts], 1), sums
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("bounds", [False, True], ids=["positions", "bounds"])
 @pytest.mark.parametrize("shape", DECODERS)
 def test_packed(shape: str, bounds: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +302,7 @@ def test_dropout_reaches_the_kernels_in_training_only(monkeypatch: pytest.Monkey
 # ---- caches ----------------------------------------------------------------------------------------------
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
 @pytest.mark.parametrize("shape", DECODERS)
 def test_generate(shape: str, cache: str, device: str) -> None:
@@ -324,7 +322,7 @@ def test_generate(shape: str, cache: str, device: str) -> None:
         close(results[1].logits[0], results[0].logits[0], device)  # later ones follow other tokens
 
 
-@on_each_device
+@on_devices
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("shape", DECODERS)

@@ -13,7 +13,7 @@ from torch import Tensor
 import flash_ext
 from flash_ext._ops.library import _C
 from tests.cases import Case, dense
-from tests.graphs import capture
+from tests.graphs import capture, replays
 from tests.harness import TARGETS, Target, call_backward, call_forward, choice_of, on_targets, run_case
 from tests.inputs import Inputs, make_inputs
 from tests.kernels.plans import plan, plan_of
@@ -222,12 +222,7 @@ def test_a_graph_is_replayed(target: Target, name: str) -> None:
         out, lse = call_forward(x, chosen)
         graph, captured = capture(lambda: call_backward(x, out, lse, chosen))
         assert _C.last_launch()["kernel"].endswith("_pool")
-    for i in range(10):
-        with torch.no_grad():
-            x.dout.normal_()
-        for t in captured:
-            t.fill_(float("nan"))
-        graph.replay()
+    for i in replays(graph, x.dout, captured):
         assert_alike(captured, backward(x, target, num_sms, 0), f"replay {i}")
 
 

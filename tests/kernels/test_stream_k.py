@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.cases import Case, dense
-from tests.graphs import capture
+from tests.graphs import capture, replays
 from tests.harness import TARGETS, Target, call_backward, call_forward, choice_of, on_targets, run_case
 from tests.inputs import Inputs, make_inputs
 from tests.kernels.plans import plan_of
@@ -157,12 +157,7 @@ def test_a_graph_is_replayed(target: Target, name: str) -> None:
     out, lse = call_forward(x, target)
     with chosen.active():
         graph, captured = capture(lambda: call_backward(x, out, lse, chosen))
-    for i in range(10):
-        with torch.no_grad():
-            x.dout.normal_()
-        for t in captured:
-            t.fill_(float("nan"))
-        graph.replay()
+    for i in replays(graph, x.dout, captured):
         whole = backward(x, target, MANY, out, lse)
         for what, a, b in zip(("dk", "dv"), captured[1:], whole[1:], strict=True):
             assert torch.equal(a, b), f"{what} of replay {i}"

@@ -13,15 +13,14 @@ from flash_ext import attention_varlen, serving
 from tests.covering import pairs_on_cpu
 from tests.graphs import capture
 from tests.pages import Cache, check, close, make_cache, packed_queries, recorded, run, truth
+from tests.qkv import CPU_AND_HOPPER, ON_HOPPER, only_hopper
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs Hopper")]
-on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+on_devices = pytest.mark.parametrize("device", CPU_AND_HOPPER)
 D, DV = 576, 512
 
 
 def on_hopper(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs Hopper")(test))
+    return pytest.mark.gpu(only_hopper(test))
 
 
 LENGTHS = {"cpu": (200, 64, 0, 130, 5, 1, 129, 70), "cuda": (200, 64, 0, 1000, 5, 1, 129, 2049)}
@@ -43,7 +42,7 @@ def packed(
 
 
 @pairs_on_cpu(
-    gpu=ON_GPU,
+    gpu=ON_HOPPER,
     strength=1,
     heads=[1, 3, 16, 64, 71, 128],
     window=[(-1, -1), (-1, 0), (100, 0), (30, 7)],

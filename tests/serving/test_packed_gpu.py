@@ -12,14 +12,10 @@ import flash_ext
 from flash_ext import attention_varlen
 from tests.graphs import capture
 from tests.pages import LAYOUTS, Cache, check, make_cache, packed_queries, recorded, run
+from tests.qkv import ON_HOPPER
 from tests.serving.test_paged_gpu import WINDOWS, make_long
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
-    ),
-]
+pytestmark = ON_HOPPER
 KERNEL = "fwd_packed_sm90"
 LENGTHS = (200, 500, 0, 1000, 5, 1, 129, 2049)
 

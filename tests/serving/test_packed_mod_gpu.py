@@ -12,16 +12,12 @@ from torch import Tensor
 from flash_ext import attention_varlen
 from flash_ext.masks import ALiBi, DenseBias, KeyMask
 from tests.pages import Cache, in_bytes, make_cache, packed_queries, recorded, run
+from tests.qkv import ON_HOPPER
 from tests.serving.asked import KINDS, Asked, ask, fitted
 from tests.serving.test_packed_gpu import GROUPS, LENGTHS
 from tests.serving.test_paged_gpu import make_long
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
-    ),
-]
+pytestmark = ON_HOPPER
 KERNELS = {16: "fwd_packed_mod_sm90", 8: "fwd_packed_quantized_mod_sm90"}
 COUNTS = (5, 16, 17, 64, 0, 1, 33, 32)
 LIKE: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}

@@ -24,16 +24,12 @@ from tests.pages import (
     run,
     truth,
 )  # fmt: skip
+from tests.qkv import ON_HOPPER
 from tests.serving.test_packed_gpu import GROUPS, LENGTHS, follows_lengths
 from tests.serving.test_paged_gpu import WINDOWS, make_long
 from tests.serving.test_quantized_cache import BYTES, of_each_type
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
-    ),
-]
+pytestmark = ON_HOPPER
 KERNEL = "fwd_packed_quantized_sm90"
 COUNTS = (5, 16, 17, 64, 0, 1, 33, 32)
 

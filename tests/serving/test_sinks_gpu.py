@@ -9,11 +9,10 @@ import torch
 
 from flash_ext import attention_varlen
 from tests.pages import Cache, check, in_bytes, make_cache, packed_queries, recorded, run
+from tests.qkv import only_hopper
 from tests.serving.test_latents import latents
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.gpu
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs Hopper")
 LIKE: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
 # Sequences of one part and of several, without keys, and of fewer keys than queries: first rows see nothing.
 LENGTHS = (1500, 40, 0, 17, 333)
@@ -42,7 +41,7 @@ def same_kernels(
     check(out, lse, bounds, each, cache, (-1, 0), sinks)
 
 
-@pytest.mark.parametrize("backend", ["sm80", pytest.param("sm90", marks=on_hopper)])
+@pytest.mark.parametrize("backend", ["sm80", pytest.param("sm90", marks=only_hopper)])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_every_kernel(head_dim: int, backend: str) -> None:
     cache = make_cache(list(LENGTHS), 16, 2, head_dim, **LIKE)
@@ -55,13 +54,13 @@ def test_every_kernel(head_dim: int, backend: str) -> None:
         same_kernels(cache, 8, head_dim, counts, kernels, backend=backend)
 
 
-@pytest.mark.parametrize("backend", ["sm80", pytest.param("sm90", marks=on_hopper)])
+@pytest.mark.parametrize("backend", ["sm80", pytest.param("sm90", marks=only_hopper)])
 def test_values_of_another_size(backend: str) -> None:
     cache = make_cache(list(LENGTHS), 8, 4, 192, 128, **LIKE)
     same_kernels(cache, 4, 192, MANY, (f"fwd_cached_{backend}",), backend=backend)
 
 
-@on_hopper
+@only_hopper
 @pytest.mark.parametrize("heads", [16, 128])
 def test_latents(heads: int) -> None:
     for counts in ((1, 2, 1, 0, 1), (9, 3, 2, 5, 1)):

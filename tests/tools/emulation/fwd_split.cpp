@@ -6,11 +6,12 @@
 // and as late as allowed. Prints a line a run; returns 0 if all of them agree.
 #include "ptx/sm80.cuh"
 
-#include <cstring>
 #include <random>
 #include <string>
 
 #include "sm80/split_kv/merge.cuh"
+
+#include "arguments.h"  // behind what it sets
 
 namespace flash_ext {
 namespace {
@@ -268,21 +269,7 @@ int count_wrong(const std::vector<Case>& cases) {
 }  // namespace flash_ext
 
 int main(int argc, char** argv) {
-  bool all = false;
-  for (int i = 1; i < argc; ++i) {
-    const bool has_value = i + 1 < argc;
-    if (std::strcmp(argv[i], "--all") == 0) {
-      all = true;
-    } else if (has_value && std::strcmp(argv[i], "--seed") == 0) {
-      const int seed = std::atoi(argv[++i]);
-      flash_ext::generator.seed(seed);
-      emu::random_state = static_cast<uint32_t>(seed) * 2 + 1;  // never 0, which stays 0
-    } else if (has_value && std::strcmp(argv[i], "--fault") == 0) {
-      emu::fault = std::atoi(argv[++i]);
-    } else {
-      std::fprintf(stderr, "usage: %s [--all] [--seed N] [--fault N]\n", argv[0]);
-      return 2;
-    }
-  }
-  return flash_ext::count_wrong(all ? flash_ext::all_cases() : flash_ext::few_cases()) == 0 ? 0 : 1;
+  return emu::try_cases(argc, argv, flash_ext::generator, [](bool all) {
+    return flash_ext::count_wrong(all ? flash_ext::all_cases() : flash_ext::few_cases());
+  });
 }

@@ -24,8 +24,6 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext._ops.library import _C
-from flash_ext._ops.spec import AttnSpec
-from tests import probes
 from tests.cases import Case
 from tests.inputs import Inputs, make_inputs
 from tests.judge import NoiseError, judge
@@ -352,38 +350,3 @@ def run_cases(
     if failures:
         shown = "\n".join(failures[:8])
         pytest.fail(f"{len(failures)} of {count} cases failed\n{shown}", pytrace=False)
-
-
-def run_probes(cases: Iterable[Case], target: Target, only: Callable | None = None) -> None:
-    """Runs the exact probes that fit each case, or one of them; masks, shapes and packing are what counts."""
-
-    run_cases(cases, target, lambda case, target: probe_case(case, target, only))
-
-
-def probe_case(case: Case, target: Target, only: Callable | None = None) -> None:
-    """The exact probes of one case, or just one, with the default scale. Raises as run_case() does."""
-    with naming(case, target):
-        _probe_case(case.replace(softmax_scale=None), target, only)
-
-
-def _probe_case(case: Case, target: Target, only: Callable | None) -> None:
-
-    def options(spec: AttnSpec) -> tuple:
-        window = spec.window_left, spec.window_right
-        return 0, 0, spec.softmax_scale, *window, case.deterministic, target.choice
-
-    def forward(q, k, v, spec, cu_q, cu_k):
-        cu_q, cu_k = (cu if cu is None else cu.contiguous() for cu in (cu_q, cu_k))
-        return torch.ops.flash_ext.fwd(q, k, v, cu_q, cu_k, *options(spec))
-
-    def backward(dout, q, k, v, out, lse, spec, dlse, cu_q, cu_k):
-        cu_q, cu_k = (cu if cu is None else cu.contiguous() for cu in (cu_q, cu_k))
-        return torch.ops.flash_ext.bwd(dout, q, k, v, out, lse, dlse, cu_q, cu_k, *options(spec))
-
-    for probe in probes.probes_for(case) if only is None else [only]:
-        if probe in (probes.permute_heads, probes.permute_sequences) and case.backward:
-            probe(case, target.device, forward, backward)
-        else:
-            probe(case, target.device, forward)
-    if case.backward and only is None:
-        probes.sparse_dout(case, target.device, forward, backward)

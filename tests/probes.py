@@ -4,12 +4,13 @@ A tolerance that suits rounding lets a kernel lose the newest key of 8192. A pro
 lse is the logarithm of how many keys a row sees, and one key more or less moves it a hundred times further
 than rounding.
 
-Every probe takes a case (shape, heads, mask, packing and dtype are used; its data kind and layout are not), a
-device and the implementation, and raises AssertionError. ``probes_for`` lists those that fit a case.
+Every probe takes a case without modifiers (shape, heads, mask, packing and dtype are used; its data kind,
+layout and scale are not) and a target, and raises CaseFailure. ``probe_case`` runs those that fit a case.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,12 +21,43 @@ from torch import Tensor
 from flash_ext._ops.spec import AttnSpec
 from tests import compare
 from tests.cases import Case
+from tests.harness import Target, naming
 from tests.reference import visible_interval
 
-# forward(q, k, v, spec, cu_seqlens_q, cu_seqlens_k) -> (out, lse)
-Forward = Callable[..., tuple[Tensor, Tensor]]
-# backward(dout, q, k, v, out, lse, spec, dlse, cu_seqlens_q, cu_seqlens_k) -> (dq, dk, dv)
-Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Probe = Callable[[Case, Target], None]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, cu_q: Tensor | None, cu_k: Tensor | None, case: Case,
+    target: Target,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) straight from the operator."""
+    return torch.ops.flash_ext.fwd(q, k, v, cu_q, cu_k, *_options(spec, case, target))
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttnSpec,
+    cu_q: Tensor | None, cu_k: Tensor | None, case: Case, target: Target,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) straight from the operator."""
+    options = _options(spec, case, target)
+    return torch.ops.flash_ext.bwd(dout, q, k, v, out, lse, None, cu_q, cu_k, *options)
+
+
+def _options(spec: AttnSpec, case: Case, target: Target) -> tuple:
+    window = spec.window_left, spec.window_right
+    return 0, 0, spec.softmax_scale, *window, case.deterministic, target.choice
+
+
+def _probe(check: Probe) -> Probe:
+    """Its failures name the case, and the scale is the default one."""
+
+    @functools.wraps(check)
+    def run(case: Case, target: Target) -> None:
+        with naming(case, target):
+            check(case.replace(softmax_scale=None), target)
+
+    return run
 
 
 @dataclass
@@ -37,12 +69,12 @@ class _Rows:
     """
 
     case: Case
-    device: str | torch.device
+    target: Target
     generator: torch.Generator
 
-    def __init__(self, case: Case, device: str | torch.device):
-        self.case, self.device = case, device
-        self.generator = torch.Generator(device).manual_seed(case.seed)
+    def __init__(self, case: Case, target: Target):
+        self.case, self.target, self.device = case, target, target.device
+        self.generator = torch.Generator(self.device).manual_seed(case.seed)
         self.bounds: list[tuple[int, int, int, int]] = []  # start and length of queries, then of keys
         intervals, starts, start_q, start_k = [], [], 0, 0
         for len_q, len_k in case.sequences():
@@ -101,23 +133,19 @@ class _Rows:
         """(rows, num_heads_k, features) -> (rows, num_heads, features), as query heads read key heads."""
         return x.repeat_interleave(self.case.num_heads // self.case.num_heads_k, dim=1)
 
-    def run(
-        self, forward: Forward, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec | None = None) -> tuple[Tensor, Tensor]:
         """(out, lse) as (total_q, num_heads, dim_v) and (total_q, num_heads)."""
         q, k, v = self._shaped(q, True), self._shaped(k, False), self._shaped(v, False)
-        out, lse = forward(q, k, v, spec or self.case.spec, *self._cu_seqlens())
+        out, lse = forward(q, k, v, spec or self.case.spec, *self._cu_seqlens(), self.case, self.target)
         return out.reshape(self.shape_out), self._flat_lse(lse)
 
-    def run_backward(
-        self, forward: Forward, backward: Backward, dout: Tensor, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run_backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) as (total, heads, features)."""
         q, dout = self._shaped(q, True), self._shaped(dout, True)
         k, v = self._shaped(k, False), self._shaped(v, False)
-        out, lse = forward(q, k, v, self.case.spec, *self._cu_seqlens())
-        grads = backward(dout, q, k, v, out, lse, self.case.spec, None, *self._cu_seqlens())
-        dq, dk, dv = grads
+        how = self.case.spec, *self._cu_seqlens(), self.case, self.target
+        out, lse = forward(q, k, v, *how)
+        dq, dk, dv = backward(dout, q, k, v, out, lse, *how)
         return dq.reshape(self.shape_q), dk.reshape(self.shape_k), dv.reshape(self.shape_v)
 
     def _shaped(self, x: Tensor, is_query: bool) -> Tensor:
@@ -136,7 +164,7 @@ class _Rows:
         if not self.case.is_packed:
             return None, None
         table = torch.tensor([(0, 0), *((q + nq, k + nk) for q, nq, k, nk in self.bounds)], dtype=torch.int32)
-        return table[:, 0].to(self.device), table[:, 1].to(self.device)
+        return tuple(column.contiguous().to(self.device) for column in table.T)
 
 
 def _check(what: str, wrong: Tensor, got: Tensor, expected: Tensor) -> None:
@@ -155,11 +183,12 @@ def _check_close(what: str, got: Tensor, expected: Tensor, relative: float) -> N
     _check(what, ~((got - expected).abs() <= relative * expected.abs()), got, expected)
 
 
-def count(case: Case, device: str | torch.device, forward: Forward) -> None:
+@_probe
+def count(case: Case, target: Target) -> None:
     """q = 0: lse is the logarithm of the number of visible keys; rows without keys give 0 and -inf."""
-    rows = _Rows(case, device)
-    q = torch.zeros(rows.shape_q, dtype=case.torch_dtype, device=device)
-    out, lse = rows.run(forward, q, rows.normal(rows.shape_k), rows.normal(rows.shape_v))
+    rows = _Rows(case, target)
+    q = torch.zeros(rows.shape_q, dtype=case.torch_dtype, device=target.device)
+    out, lse = rows.run(q, rows.normal(rows.shape_k), rows.normal(rows.shape_v))
     expected = rows.count.double().log().expand_as(lse)
     empty = rows.count == 0
     right = ((lse.double() - expected).abs() <= compare.COUNT_LSE_GATE) | (empty & (lse == expected))
@@ -168,15 +197,16 @@ def count(case: Case, device: str | torch.device, forward: Forward) -> None:
     _check("count probe, out of rows that see nothing", leak, out, torch.zeros_like(out))
 
 
-def indicator(case: Case, device: str | torch.device, forward: Forward) -> None:
+@_probe
+def indicator(case: Case, target: Target) -> None:
     """q = 0, column c of v is 1 from key t_c on: out is exactly 0 where no such key is visible."""
-    rows = _Rows(case, device)
-    place = torch.rand(case.dim_v, device=device, generator=rows.generator)
+    rows = _Rows(case, target)
+    place = torch.rand(case.dim_v, device=target.device, generator=rows.generator)
     threshold = rows.sequence_start + (place * (rows.sequence_len + 1)).long()  # (total_k, dim_v) key rows
-    key = torch.arange(rows.total_k, device=device).unsqueeze(1)
+    key = torch.arange(rows.total_k, device=target.device).unsqueeze(1)
     v = (key >= threshold).to(case.torch_dtype).unsqueeze(1).expand(rows.shape_v)
-    q = torch.zeros(rows.shape_q, dtype=case.torch_dtype, device=device)
-    out, _ = rows.run(forward, q, rows.normal(rows.shape_k), v)
+    q = torch.zeros(rows.shape_q, dtype=case.torch_dtype, device=target.device)
+    out, _ = rows.run(q, rows.normal(rows.shape_k), v)
 
     marked = (key >= threshold).double().cumsum(0)
     marked = torch.cat([marked.new_zeros(1, case.dim_v), marked])
@@ -185,12 +215,13 @@ def indicator(case: Case, device: str | torch.device, forward: Forward) -> None:
     _check_close("indicator probe", out, share.expand_as(out), 2 * compare.UNIT_ROUNDOFF[case.torch_dtype])
 
 
-def integer(case: Case, device: str | torch.device, forward: Forward) -> None:
+@_probe
+def integer(case: Case, target: Target) -> None:
     """q = 0 and small whole v: where a power of two of keys is visible, out is the rounded mean, bitwise."""
-    rows = _Rows(case, device)
+    rows = _Rows(case, target)
     v = rows.integers(-4, 4, rows.shape_v)
-    q = torch.zeros(rows.shape_q, dtype=case.torch_dtype, device=device)
-    out, _ = rows.run(forward, q, rows.normal(rows.shape_k), v)
+    q = torch.zeros(rows.shape_q, dtype=case.torch_dtype, device=target.device)
+    out, _ = rows.run(q, rows.normal(rows.shape_k), v)
     total = rows.repeat_group(v.double()).cumsum(0)
     total = torch.cat([total.new_zeros(1, *total.shape[1:]), total])
     n = rows.count
@@ -199,12 +230,13 @@ def integer(case: Case, device: str | torch.device, forward: Forward) -> None:
     compare.assert_exact("integer probe", out[power_of_two], mean[power_of_two].to(out.dtype))
 
 
-def needle(case: Case, device: str | torch.device, forward: Forward) -> None:
+@_probe
+def needle(case: Case, target: Target) -> None:
     """Keys are random signs; each row asks loudly for one of them, at or just beyond an edge of its window.
 
     If that key is visible out is its value; if it is not, its large logit must leave no trace in lse.
     """
-    rows = _Rows(case, device)
+    rows = _Rows(case, target)
     spec = AttnSpec(1 / math.sqrt(case.head_dim), *case.effective_window)
     logit = 4 * math.sqrt(case.head_dim)
     k = rows.integers(0, 1, rows.shape_k) * 2 - 1
@@ -212,16 +244,16 @@ def needle(case: Case, device: str | torch.device, forward: Forward) -> None:
     left, right = case.effective_window
     offsets = {-left - 1, -left} if left >= 0 else {-3}
     offsets |= {right, right + 1} if right >= 0 else {3}
-    key_of_row = torch.full((rows.total_q,), -1, dtype=torch.int64, device=device)
+    key_of_row = torch.full((rows.total_q,), -1, dtype=torch.int64, device=target.device)
     for offset in sorted(offsets):
         for start_q, len_q, start_k, len_k in rows.bounds:
-            target = torch.arange(len_q, device=device) + len_k - len_q + offset
-            inside = (target >= 0) & (target < len_k)
-            key_of_row[start_q : start_q + len_q] = torch.where(inside, target + start_k, -1)
+            key = torch.arange(len_q, device=target.device) + len_k - len_q + offset
+            inside = (key >= 0) & (key < len_k)
+            key_of_row[start_q : start_q + len_q] = torch.where(inside, key + start_k, -1)
         asked = key_of_row >= 0
-        q = torch.zeros(rows.shape_q, dtype=case.torch_dtype, device=device)
+        q = torch.zeros(rows.shape_q, dtype=case.torch_dtype, device=target.device)
         q[asked] = 4 * rows.repeat_group(k[key_of_row[asked]])
-        out, lse = rows.run(forward, q, k, v, spec)
+        out, lse = rows.run(q, k, v, spec)
 
         visible = asked & (key_of_row >= rows.lo[:, 0]) & (key_of_row < rows.hi[:, 0])
         wanted = rows.repeat_group(v[key_of_row[visible]])
@@ -234,82 +266,84 @@ def needle(case: Case, device: str | torch.device, forward: Forward) -> None:
         _check(f"{what}, hidden", ~(hidden < 0.75 * logit), hidden, hidden.new_tensor(0.75 * logit))
 
 
-def scaling(case: Case, device: str | torch.device, forward: Forward) -> None:
+@_probe
+def scaling(case: Case, target: Target) -> None:
     """Powers of two pass through exactly: v * 8 gives out * 8, q * 4 with scale / 4 changes nothing."""
-    rows = _Rows(case, device)
+    rows = _Rows(case, target)
     q, k, v = rows.normal(rows.shape_q), rows.normal(rows.shape_k), rows.uniform(rows.shape_v)
-    out, lse = rows.run(forward, q, k, v)
-    scaled_out, scaled_lse = rows.run(forward, q, k, v * 8)
+    out, lse = rows.run(q, k, v)
+    scaled_out, scaled_lse = rows.run(q, k, v * 8)
     compare.assert_exact("scaling probe, out with v * 8", scaled_out, out * 8)
     compare.assert_exact("scaling probe, lse with v * 8", scaled_lse, lse)
     quarter = replace(case.spec, softmax_scale=case.spec.softmax_scale / 4)
-    scaled_out, scaled_lse = rows.run(forward, q * 4, k, v, quarter)
+    scaled_out, scaled_lse = rows.run(q * 4, k, v, quarter)
     compare.assert_exact("scaling probe, out with q * 4 and scale / 4", scaled_out, out)
     compare.assert_exact("scaling probe, lse with q * 4 and scale / 4", scaled_lse, lse)
 
 
-def ones(case: Case, device: str | torch.device, forward: Forward) -> None:
+@_probe
+def ones(case: Case, target: Target) -> None:
     """v = 1: the weights that multiply v and those summed for the denominator must be the same ones."""
-    rows = _Rows(case, device)
-    v = torch.ones(rows.shape_v, dtype=case.torch_dtype, device=device)
-    out, _ = rows.run(forward, rows.normal(rows.shape_q), rows.normal(rows.shape_k), v)
+    rows = _Rows(case, target)
+    v = torch.ones(rows.shape_v, dtype=case.torch_dtype, device=target.device)
+    out, _ = rows.run(rows.normal(rows.shape_q), rows.normal(rows.shape_k), v)
     expected = (rows.count > 0).unsqueeze(-1).expand_as(out).double()
     # Half precision hides the order in which the two sums were formed behind the rounding of out.
     roundings = 1 if case.torch_dtype.itemsize == 2 else 32
     _check_close("ones probe", out, expected, roundings * compare.UNIT_ROUNDOFF[case.torch_dtype])
 
 
-def duplicate(case: Case, device: str | torch.device, forward: Forward) -> None:
+@_probe
+def duplicate(case: Case, target: Target) -> None:
     """Every key and value twice, nothing hidden: the same out, and lse + ln 2."""
-    rows = _Rows(case, device)
+    rows = _Rows(case, target)
     twice = case.replace(seqlen_k=2 * case.seqlen_k)
     if case.is_packed:
         twice = case.replace(lens_k=tuple(2 * n for n in case.lens_k))
-    rows_twice = _Rows(twice, device)
+    rows_twice = _Rows(twice, target)
     q, k, v = rows.normal(rows.shape_q), rows.normal(rows.shape_k), rows.uniform(rows.shape_v)
     spans = [(start, start + n) for _, _, start, n in rows.bounds for _ in range(2)]
     spans.append((sum(n for *_, n in rows.bounds), rows.total_k))  # the tail once
-    index = torch.cat([torch.arange(start, end, device=device) for start, end in spans])
-    out, lse = rows.run(forward, q, k, v)
-    out_twice, lse_twice = rows_twice.run(forward, q, k[index], v[index])
+    index = torch.cat([torch.arange(start, end, device=target.device) for start, end in spans])
+    out, lse = rows.run(q, k, v)
+    out_twice, lse_twice = rows_twice.run(q, k[index], v[index])
     roundings = 2 if case.torch_dtype.itemsize == 2 else 32
     _check_close("duplicate probe, out", out_twice, out, roundings * compare.UNIT_ROUNDOFF[case.torch_dtype])
     compare.assert_lse(lse_twice, lse.double() + math.log(2.0), compare.max_abs_logit(q, k, case.scale))
 
 
-def permute_keys(case: Case, device: str | torch.device, forward: Forward) -> None:
+@_probe
+def permute_keys(case: Case, target: Target) -> None:
     """Nothing hidden: the order of the keys of a sequence changes out and lse by rounding only."""
-    rows = _Rows(case, device)
+    rows = _Rows(case, target)
     q, k, v = rows.normal(rows.shape_q), rows.normal(rows.shape_k), rows.normal(rows.shape_v)
-    index = torch.arange(rows.total_k, device=device)
+    index = torch.arange(rows.total_k, device=target.device)
     for _, _, start, n in rows.bounds:
-        index[start : start + n] = start + torch.randperm(n, device=device, generator=rows.generator)
-    out, lse = rows.run(forward, q, k, v)
-    out_permuted, lse_permuted = rows.run(forward, q, k[index], v[index])
+        index[start : start + n] = start + torch.randperm(n, device=target.device, generator=rows.generator)
+    out, lse = rows.run(q, k, v)
+    out_permuted, lse_permuted = rows.run(q, k[index], v[index])
     rel_l2 = compare.measure(out_permuted, out).rel_l2
     limit = 2 * compare.GATES[case.torch_dtype]["out"].rel_l2
     assert rel_l2 <= limit, f"key permutation probe: rel-L2 {rel_l2:.3g} > {limit:.3g}"
     compare.assert_lse(lse_permuted, lse, 2 * compare.max_abs_logit(q, k, case.scale))
 
 
-def permute_heads(
-    case: Case, device: str | torch.device, forward: Forward, backward: Backward | None = None
-) -> None:
+@_probe
+def permute_heads(case: Case, target: Target) -> None:
     """Key heads in another order, with their query heads: the same bits in that order."""
-    rows = _Rows(case, device)
-    order_k = torch.arange(case.num_heads_k, device=device).roll(1)  # no head stays in its place
+    rows = _Rows(case, target)
+    order_k = torch.arange(case.num_heads_k, device=target.device).roll(1)  # no head stays in its place
     group = case.num_heads // case.num_heads_k
-    order_q = (order_k[:, None] * group + torch.arange(group, device=device)).flatten()
-    index_q = (torch.arange(rows.total_q, device=device)[:, None], order_q)
-    index_k = (torch.arange(rows.total_k, device=device)[:, None], order_k)
-    _same_bits("head permutation probe", rows, rows, index_q, index_k, forward, backward)
+    order_q = (order_k[:, None] * group + torch.arange(group, device=target.device)).flatten()
+    index_q = (torch.arange(rows.total_q, device=target.device)[:, None], order_q)
+    index_k = (torch.arange(rows.total_k, device=target.device)[:, None], order_k)
+    _same_bits("head permutation probe", rows, rows, index_q, index_k)
 
 
-def permute_sequences(
-    case: Case, device: str | torch.device, forward: Forward, backward: Backward | None = None
-) -> None:
+@_probe
+def permute_sequences(case: Case, target: Target) -> None:
     """Batch entries or packed sequences in another order: the same bits in that order."""
-    rows = _Rows(case, device)
+    rows = _Rows(case, target)
     order = torch.arange(len(rows.bounds)).roll(1).tolist()  # no sequence stays in its place
     moved = case
     if case.is_packed:
@@ -319,13 +353,13 @@ def permute_sequences(
     def rows_in_order(which: int, total: int) -> tuple[Tensor, Tensor]:
         spans = [rows.bounds[b][which : which + 2] for b in order]
         covered = sum(n for _, n in spans)
-        index = [torch.arange(start, start + n, device=device) for start, n in spans]
-        index.append(torch.arange(covered, total, device=device))
+        index = [torch.arange(start, start + n, device=target.device) for start, n in spans]
+        index.append(torch.arange(covered, total, device=target.device))
         heads = case.num_heads_k if which else case.num_heads
-        return torch.cat(index)[:, None], torch.arange(heads, device=device)
+        return torch.cat(index)[:, None], torch.arange(heads, device=target.device)
 
     index_q, index_k = rows_in_order(0, rows.total_q), rows_in_order(2, rows.total_k)
-    _same_bits("sequence permutation probe", rows, _Rows(moved, device), index_q, index_k, forward, backward)
+    _same_bits("sequence permutation probe", rows, _Rows(moved, target), index_q, index_k)
 
 
 def _assert_moved(what: str, got: Tensor, expected: Tensor) -> None:
@@ -343,43 +377,41 @@ def _assert_moved(what: str, got: Tensor, expected: Tensor) -> None:
 
 
 def _same_bits(
-    what: str, rows: _Rows, moved: _Rows, index_q: tuple[Tensor, Tensor], index_k: tuple[Tensor, Tensor],
-    forward: Forward, backward: Backward | None,
-) -> None:  # fmt: skip
+    what: str, rows: _Rows, moved: _Rows, index_q: tuple[Tensor, Tensor], index_k: tuple[Tensor, Tensor]
+) -> None:
     """Runs a case and its permutation by (row, head) indices and compares what comes out."""
     q, k, v = rows.normal(rows.shape_q), rows.normal(rows.shape_k), rows.normal(rows.shape_v)
-    out, lse = rows.run(forward, q, k, v)
-    out_moved, lse_moved = moved.run(forward, q[index_q], k[index_k], v[index_k])
+    out, lse = rows.run(q, k, v)
+    out_moved, lse_moved = moved.run(q[index_q], k[index_k], v[index_k])
     _assert_moved(f"{what}, out", out_moved, out[index_q])
     _assert_moved(f"{what}, lse", lse_moved, lse[index_q])
-    if backward is None:
+    if not rows.case.backward:
         return
     dout = rows.normal(rows.shape_out)
-    dq, dk, dv = rows.run_backward(forward, backward, dout, q, k, v)
-    dq_moved, dk_moved, dv_moved = moved.run_backward(
-        forward, backward, dout[index_q], q[index_q], k[index_k], v[index_k]
-    )
+    dq, dk, dv = rows.run_backward(dout, q, k, v)
+    dq_moved, dk_moved, dv_moved = moved.run_backward(dout[index_q], q[index_q], k[index_k], v[index_k])
     _assert_moved(f"{what}, dk", dk_moved, dk[index_k])
     _assert_moved(f"{what}, dv", dv_moved, dv[index_k])
     if rows.case.deterministic:
         _assert_moved(f"{what}, dq", dq_moved, dq[index_q])
 
 
-def sparse_dout(case: Case, device: str | torch.device, forward: Forward, backward: Backward) -> None:
+@_probe
+def sparse_dout(case: Case, target: Target) -> None:
     """dout on one row only: dk and dv are exactly 0 at every key it does not see, and not 0 elsewhere.
 
     Tried for the first, middle and last row of the sequence with the most query rows.
     """
-    rows = _Rows(case, device)
+    rows = _Rows(case, target)
     if not rows.bounds:
         return
     start_q, len_q, _, _ = max(rows.bounds, key=lambda b: b[1])
     q, k, v = rows.normal(rows.shape_q), rows.normal(rows.shape_k), rows.normal(rows.shape_v)
-    key = torch.arange(rows.total_k, device=device)
+    key = torch.arange(rows.total_k, device=target.device)
     for row in sorted({start_q + i for i in (0, len_q // 2, len_q - 1) if 0 <= i < len_q}):
-        dout = torch.zeros(rows.shape_out, dtype=case.torch_dtype, device=device)
+        dout = torch.zeros(rows.shape_out, dtype=case.torch_dtype, device=target.device)
         dout[row] = 8 * rows.normal(rows.shape_out[1:])
-        dq, dk, dv = rows.run_backward(forward, backward, dout, q, k, v)
+        dq, dk, dv = rows.run_backward(dout, q, k, v)
         visible = (key >= rows.lo[row]) & (key < rows.hi[row])
         for name, grad in (("dk", dk), ("dv", dv)):
             what = f"sparse dout probe, row {row}, {name}"
@@ -390,14 +422,13 @@ def sparse_dout(case: Case, device: str | torch.device, forward: Forward, backwa
             largest = grad[visible].abs().amax(dim=-1)
             tiny = torch.full_like(largest, torch.finfo(case.torch_dtype).tiny)
             _check(f"{what} of a visible key, at least", ~(largest > 0), largest, tiny)
-        others = dq[torch.arange(rows.total_q, device=device) != row]
+        others = dq[torch.arange(rows.total_q, device=target.device) != row]
         what = f"sparse dout probe, row {row}, dq of another row"
         _check(what, ~(others == 0), others, torch.zeros_like(others))
 
 
-def probes_for(case: Case) -> list[Callable[[Case, str | torch.device, Forward], None]]:
-    """The forward probes that fit a case. ``sparse_dout`` and the permutations with a backward fit every
-    case."""
+def probes_for(case: Case) -> list[Probe]:
+    """The probes that fit a case; with a backward the permutations compare gradients, too."""
     probes = [count, indicator, integer, scaling, ones, permute_sequences]
     if case.num_heads:
         probes.append(permute_heads)
@@ -405,4 +436,12 @@ def probes_for(case: Case) -> list[Callable[[Case, str | torch.device, Forward],
         probes.append(needle)
     if case.effective_window == (-1, -1):
         probes += [duplicate, permute_keys]
+    if case.backward:
+        probes.append(sparse_dout)
     return probes
+
+
+def probe_case(case: Case, target: Target) -> None:
+    """All exact probes of one case. Raises as ``run_case`` does."""
+    for probe in probes_for(case):
+        probe(case, target)

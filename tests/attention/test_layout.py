@@ -23,7 +23,6 @@ from tests.harness import (
     on_paths,
     on_targets,
     run_cases,
-    run_probes,
 )
 from tests.qkv import make_qkv, null_kernels
 
@@ -42,7 +41,7 @@ def test_every_layout_and_head_size(target: Target) -> None:
             cases.append(dense(2, 70, 70, 4, 2, head_dim, **common))
             packing = dict(num_heads=4, num_heads_k=2, head_dim=head_dim, deterministic=True)
             cases.append(packed([70, 0, 5], [70, 3, 5], **packing, **common))
-    run_cases(target.pick(cases, cpu=14), target)
+    run_cases(cases, target, cpu=14)
 
 
 @on_paths
@@ -262,15 +261,15 @@ def test_every_kind_of_head_dim(target: Target) -> None:
         for d in HEAD_DIMS
         for det in ((False, True) if d in (8, 16) else (False,))
     ]
-    run_cases(target.pick(cases, cpu=8), target)
+    run_cases(cases, target, cpu=8)
 
 
 @on_all_tiles
 def test_values_of_another_head_dim(target: Target) -> None:
     sizes = ((192, 128), (128, 192), (64, 256), (96, 160), (8, 256), (256, 8), (1, 256), (33, 65))
     cases = [dense(2, 100, 130, 4, 2, d, dv, causal=c) for d, dv in sizes for c in (False, True)]
-    run_cases(target.pick(cases, cpu=5), target)
-    run_probes(target.pick(cases, cpu=3), target, only=probes.indicator)
+    run_cases(cases, target, cpu=5)
+    run_cases(cases, target, probes.indicator, cpu=3)
 
 
 @on_gpu_paths
@@ -305,7 +304,7 @@ def test_group_sizes(target: Target) -> None:
     ]
     # Of multi-query attention with a ragged tile lse was wrong.
     cases += [dense(2, s, s, 8, 1, 64, causal=c) for s in (65, 129) for c in (False, True)]
-    run_cases(target.pick(cases, cpu=7), target)
+    run_cases(cases, target, cpu=7)
 
 
 @pytest.mark.parametrize("h, h_k, h_v", [(33, 2, 2), (3, 2, 2), (2, 4, 4), (4, 0, 0), (4, 2, 4), (4, 4, 2)])

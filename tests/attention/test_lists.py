@@ -24,30 +24,30 @@ from tests.harness import (
     on_paths,
     run_case,
     run_cases,
-    run_probes,
 )
+from tests.probes import probe_case
 
 
 @on_all_schedules
 def test_every_kernel(target: Target) -> None:
-    run_cases(target.pick(small_cases(), cpu=8), target)
+    run_cases(small_cases(), target, cpu=8)
 
 
 @on_all_tiles
 def test_edges(target: Target) -> None:
-    run_cases(target.pick(edge_cases(), cpu=14), target)
+    run_cases(edge_cases(), target, cpu=14)
 
 
 @on_paths
 def test_probes_of_every_kernel(target: Target) -> None:
-    run_probes(target.pick(small_cases(), cpu=8), target)
+    run_cases(small_cases(), target, probe_case, cpu=8)
 
 
 @on_paths
 def test_covering_array(target: Target) -> None:
     """Every three choices of shape, head size, mask, layout, heads, packing, type and mode, together once."""
     cases = covering_cases(3 if target.device == "cuda" else 2)
-    run_cases(target.pick(cases, cpu=13), target)
+    run_cases(cases, target, cpu=13)
 
 
 @on_all_schedules

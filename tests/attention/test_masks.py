@@ -9,7 +9,8 @@ import flash_ext
 from tests import probes
 from tests.attention.calls import assert_same, attend, differentiate, make_qkv
 from tests.cases import Case, dense, packed
-from tests.harness import Target, on_all_tiles, on_paths, run_cases, run_probes
+from tests.harness import Target, on_all_tiles, on_paths, run_cases
+from tests.probes import probe_case
 
 # Every block size of any tile, with its neighbours.
 TILES = (64, 80, 96, 112, 128, 144, 176, 192, 256)
@@ -49,7 +50,7 @@ def test_causal_with_more_queries_than_keys(target: Target) -> None:
     """The rows before the first key are exactly empty, and pass nothing on."""
     shapes = ((5, 3), (34, 1), (128, 1), (257, 128), (1023, 1), (799, 3))
     cases = [dense(2, *s, 4, 2, 64, causal=True, deterministic=d) for s in shapes for d in (False, True)]
-    run_cases(target.pick(cases, cpu=4), target)
+    run_cases(cases, target, cpu=4)
     for rows, keys in shapes:
         out, lse, dq, *_ = differentiate(target, make_qkv(target, 2, rows, keys, 4, 2, 64), causal=True)
         empty = rows - keys
@@ -64,7 +65,7 @@ def test_causal_with_more_queries_than_keys(target: Target) -> None:
 def test_causal_around_every_tile_size(target: Target) -> None:
     """One key more or less moves the lse of a row by 1/n: no off-by-one passes."""
     cases = [dense(1, sq, sk, 2, 1, 64, causal=True) for sq in AROUND_TILES for sk in AROUND_TILES]
-    run_probes(target.pick(cases, cpu=25), target, only=probes.count)
+    run_cases(cases, target, probes.count, cpu=25)
 
 
 WINDOWS = (
@@ -77,8 +78,8 @@ def test_windows(target: Target) -> None:
     cases = [
         dense(1, sq, sk, 2, 1, 64, window=w) for w in WINDOWS for sq, sk in ((129, 129), (70, 200), (200, 70))
     ]
-    run_probes(target.pick(cases, cpu=5), target)
-    run_cases(target.pick(cases, cpu=5), target)
+    run_cases(cases, target, probe_case, cpu=5)
+    run_cases(cases, target, cpu=5)
 
 
 @on_paths
@@ -88,7 +89,7 @@ def test_windows_that_exclude_every_key_of_some_rows(target: Target) -> None:
         for w in ((10, 0), (0, 0), (5, 20))
         for d in (False, True)
     ]
-    run_cases(target.pick(cases, cpu=3), target)
+    run_cases(cases, target, cpu=3)
 
 
 @pytest.mark.parametrize("window", [(-1, -5), (10, -3), (-2, 0), (-7, -7)])
@@ -109,8 +110,8 @@ def test_reach_near_the_end_of_int32(target: Target) -> None:
         for c in (False, True)
         for sq, sk in ((100, 200), (200, 100))
     ]
-    run_probes(target.pick(cases, cpu=8), target, only=probes.count)
-    run_cases(target.pick(cases, cpu=5), target)
+    run_cases(cases, target, probes.count, cpu=8)
+    run_cases(cases, target, cpu=5)
 
 
 @on_all_tiles
@@ -120,7 +121,7 @@ def test_backward_with_many_more_queries_than_keys(target: Target) -> None:
         dense(1, 4096, 129, 2, 1, 64, causal=True),
         dense(1, 2048, 16, 2, 1, 128, causal=True, deterministic=True),
     ]
-    run_cases(target.pick(cases, cpu=1), target)
+    run_cases(cases, target, cpu=1)
 
 
 @on_all_tiles
@@ -131,7 +132,7 @@ def test_backward_with_ragged_last_key_tile(target: Target) -> None:
         for d in (64, 128, 256)
         for c in (False, True)
     ]
-    run_cases(target.pick(cases, cpu=6), target)
+    run_cases(cases, target, cpu=6)
 
 
 @on_all_tiles
@@ -142,8 +143,8 @@ def test_window_edges_around_tile_edges(target: Target) -> None:
         for delta in (-1, 0, 1)
         for right in (0, 1, t - 1, t)
     ]
-    run_probes(target.pick(cases, cpu=8), target, only=probes.count)
-    run_probes(target.pick(cases, cpu=4), target, only=probes.indicator)
+    run_cases(cases, target, probes.count, cpu=8)
+    run_cases(cases, target, probes.indicator, cpu=4)
 
 
 @on_paths
@@ -173,8 +174,8 @@ def causal_windows() -> list[Case]:
 
 @on_all_tiles
 def test_causal_and_window_and_different_lengths(target: Target) -> None:
-    run_probes(target.pick(causal_windows(), cpu=5), target)
-    run_cases(target.pick(causal_windows(), cpu=7), target)
+    run_cases(causal_windows(), target, probe_case, cpu=5)
+    run_cases(causal_windows(), target, cpu=7)
 
 
 @on_paths

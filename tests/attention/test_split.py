@@ -19,8 +19,9 @@ from tests.cases import (
     packed,
     small_cases,
 )
-from tests.harness import Target, on_all_tiles, on_gpu_paths, on_targets, run_case, run_cases, run_probes
+from tests.harness import Target, on_all_tiles, on_gpu_paths, on_targets, run_case, run_cases
 from tests.modifier_cases import paired_cases, single_cases
+from tests.probes import probe_case
 
 
 def in_parts(target: Target, parts: int) -> Target:
@@ -36,7 +37,7 @@ def forwards(cases: list[Case]) -> list[Case]:
 @pytest.mark.parametrize("parts", [1, 3, 40])
 def test_small_shapes_and_edges_in_parts(target: Target, parts: int) -> None:
     """More parts than keys, of packed and grouped calls too; lse is judged as everywhere."""
-    run_cases(target.pick(forwards(small_cases() + edge_cases()), cpu=6), in_parts(target, parts))
+    run_cases(forwards(small_cases() + edge_cases()), in_parts(target, parts), cpu=6)
 
 
 @on_gpu_paths
@@ -53,7 +54,7 @@ def test_probes_in_parts(target: Target) -> None:
         dense(2, 70, 700, 4, 1, 128, window=(130, 7)),
     ]
     for parts in (1, 5):
-        run_probes(cases, in_parts(target, parts))
+        run_cases(cases, in_parts(target, parts), probe_case)
 
 
 @on_gpu_paths
@@ -164,7 +165,7 @@ def test_probes_in_parts_of_tiles(target: Target) -> None:
         dense(1, 200, 900, 4, 2, 64, causal=True, backward=False),
         dense(2, 70, 700, 4, 1, 128, window=(130, 7), backward=False),
     ]
-    run_probes(cases, parts_of_tiles(target, 4))
+    run_cases(cases, parts_of_tiles(target, 4), probe_case)
 
 
 # ---- last tiles of 128 keys that hold 80 or fewer ----

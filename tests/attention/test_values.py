@@ -35,7 +35,7 @@ def test_every_kind_of_data(target: Target) -> None:
         for d in (64, 128)
         for causal in (False, True)
     ]
-    run_cases(target.pick(cases, cpu=21), target)
+    run_cases(cases, target, cpu=21)
 
 
 @on_paths
@@ -82,8 +82,8 @@ def test_unusual_scales(target: Target) -> None:
         for scale in (0.0, -1 / 8, 1e-30, 1e4, -0.5)
         for causal in (False, True)
     ]
-    run_cases(target.pick(cases, cpu=4), target)
-    run_cases(target.pick([c.replace(window=(20, 5)) for c in cases], cpu=3), target)
+    run_cases(cases, target, cpu=4)
+    run_cases([c.replace(window=(20, 5)) for c in cases], target, cpu=3)
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
@@ -222,7 +222,7 @@ def test_nan_in_one_query_row(target: Target) -> None:
         packed([60, 70], [65, 75], num_heads=2, num_heads_k=1, data="nan_row", causal=c)
         for c in (False, True)
     ]
-    run_cases(target.pick(cases, cpu=5), target)
+    run_cases(cases, target, cpu=5)
 
 
 def packed_tensors(target: Target, total: int) -> tuple[list[Tensor], Tensor]:
@@ -291,4 +291,4 @@ def test_workspaces_hold_garbage_on_entry(target: Target) -> None:
         for d in (64, 128)
         for det in (False, True)
     ]
-    run_cases(target.pick(cases, cpu=1), target)
+    run_cases(cases, target, cpu=1)

@@ -18,9 +18,9 @@ from tests.harness import (
     on_paths,
     on_targets,
     run_cases,
-    run_probes,
 )
 from tests.inputs import make_inputs
+from tests.probes import probe_case
 from tests.tools.large import Large, random_tensor, run_large
 from tests.watchdog import problems, run_guarded
 
@@ -54,7 +54,7 @@ def test_empty_sequences_at_both_ends(target: Target) -> None:
         for d in (256, 64)
         for c in (False, True)
     ]
-    run_cases(target.pick(cases, cpu=1), target)
+    run_cases(cases, target, cpu=1)
 
 
 @on_all_schedules
@@ -69,7 +69,7 @@ def test_empty_sequences_anywhere(target: Target) -> None:
         for t in (0, 5)
     ]
     cases += [packed([0, 70], [70, 0], tail=1), packed([70, 0, 3], [0, 70, 0], causal=True, hints=True)]
-    run_cases(target.pick(cases, cpu=10), target)
+    run_cases(cases, target, cpu=10)
     one_key = [
         packed([76, 34, 146], [1] * 3, num_heads=2, head_dim=d, deterministic=d == 64) for d in (64, 128)
     ]
@@ -112,7 +112,7 @@ def test_permuting_sequences_permutes_results(target: Target) -> None:
         for d in (64, 128)
         for c in (False, True)
     ]
-    run_probes(target.pick(cases, cpu=2), target)
+    run_cases(cases, target, probe_case, cpu=2)
 
 
 def run_with_cu(x, cu_q: list[int], cu_k: list[int], target: Target) -> tuple[Tensor, ...]:

@@ -58,7 +58,7 @@ def cases() -> list[Case]:
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @on_all_tiles
 def test_gradients_of_divided_heads(target: Target, parts: int) -> None:
-    run_cases(target.pick(cases(), cpu=1), target.asking(gqa_splits=parts))
+    run_cases(cases(), target.asking(gqa_splits=parts), cpu=1)
 
 
 @on_gpu_paths

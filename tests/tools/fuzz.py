@@ -29,7 +29,8 @@ from pathlib import Path
 import torch
 
 from tests.cases import Case, random_case
-from tests.harness import TARGETS, CaseFailure, DeviceLost, Target, probe_case, repro_line, run_case
+from tests.harness import TARGETS, CaseFailure, DeviceLost, Target, repro_line, run_case
+from tests.probes import probe_case
 
 LEDGER = Path(__file__).with_name("fuzz_ledger.json")
 PROBED_SHARE = 0.2

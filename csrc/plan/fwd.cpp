@@ -25,8 +25,14 @@ bool prefers_short(Req r, Dev d) { return is_short(r.problem, d, r.constraints);
 bool supports_m64(Req r, Dev) { return tma_fwd(r) && hopper_dims(r.problem).d == 64; }
 bool prefers_m64(Req r, Dev d) { return sm90::prefers_m64(r.problem, d, r.constraints); }
 bool takes_m64(Req r, Dev d) { return supports_m64(r, d) && prefers_m64(r, d); }
-// Sequences that fit a tile of 128 queries and keys are the faster in one of 192. Evidence: grid.
-bool is_of_one_tile(const Problem& p) { return !p.is_varlen() && std::max(p.seqlen_q, p.seqlen_k) <= 128; }
+// Sequences that fit a tile of 128 queries and keys are faster in one of 192, but for many causal ones of more than 64.
+// Evidence: grid.
+bool is_of_one_tall_tile(const Problem& p, Dev d) {
+  const int longer = std::max(p.seqlen_q, p.seqlen_k);
+  const bool causal = p.window_left < 0 && p.window_right == 0;
+  const bool few = int64_t{p.batch} * p.num_heads <= 8 * d.num_sms;
+  return !p.is_varlen() && longer <= 128 && (longer <= 64 || !causal || few);
+}
 bool prefers_short_on_hopper(Req r, Dev d) {
   const int size = hopper_dims(r.problem).d;
   const bool is_tall = size > 64 && size <= 128 && std::max(r.problem.seqlen_q, r.problem.seqlen_k) > 32;
@@ -34,7 +40,9 @@ bool prefers_short_on_hopper(Req r, Dev d) {
 }
 bool supports_m128(Req r, Dev) { return tma_fwd(r) && hopper_dims(r.problem).d <= 128; }
 bool prefers_m128(Req r, Dev d) {
-  if (!r.constraints.fwd_block_m && hopper_dims(r.problem).d > 64 && is_of_one_tile(r.problem)) return false;
+  if (!r.constraints.fwd_block_m && hopper_dims(r.problem).d > 64 && is_of_one_tall_tile(r.problem, d)) {
+    return false;
+  }
   return sm90::takes_m128(r.problem, d, r.constraints, sm90::M128Cost::plain(r.problem));
 }
 bool supports_m192(Req r, Dev) {
@@ -45,11 +53,12 @@ bool supports_tma(Req r, Dev) { return tma_fwd(r); }
 
 bool prefers_split_kv(Req r, Dev d) { return make_split_grid(r.problem, d, r.constraints.kv_splits).rows > 0; }
 // What it gains is counted beside tiles of 192 queries, which are slower there than those of 128. Tiles of 64 are as fast
-// where they have all keys.
+// where they have all keys, and beside more than 16 rows.
 bool prefers_split_kv_on_hopper(Req r, Dev d) {
   const Problem& p = r.problem;
-  const SplitGrid g = make_split_grid(p, d, r.constraints.kv_splits);
-  if (!r.constraints.kv_splits && p.num_heads == p.num_heads_k && p.seqlen_k <= 64 && takes_m64(r, d)) return false;
+  const bool small = !r.constraints.kv_splits && takes_m64(r, d);
+  const SplitGrid g = make_split_grid(p, d, r.constraints.kv_splits, small ? kStartOfSmall : kStart);
+  if (small && (g.rows > 16 || (p.num_heads == p.num_heads_k && p.seqlen_k <= 64))) return false;
   return g.rows > 0 && (g.gain >= 1.25 || !(supports_m128(r, d) && prefers_m128(r, d)));
 }
 

@@ -15,9 +15,6 @@ namespace flash_ext {
 // sets the scale: a block of 64 keys at head_dim 128 takes 1 us at a multiprocessor's share of the bandwidth, one of
 // another size `weight`. On other GPUs the proportions count.
 
-// What other forwards take to begin.
-inline constexpr double kStart = 4.;
-
 // What a CTA takes alone, as a share of a multiprocessor's time. Over a cache it waits longer for each tile.
 inline constexpr double kAlone = 0.6, kAloneOverCache = 1.;
 
@@ -80,14 +77,17 @@ inline FewQueries few_queries(const Problem& p) {
   return {batch, queries * group, keys, (queries + 127) / 128 * batch * p.num_heads};
 }
 
-// How long the other forwards take: tiles of queries in waves, each along all keys, but no less than memory takes; and
-// before that, since they have two or three times as much code, which comes from memory too.
-inline double time_unsplit(const Problem& p, const FewQueries& few, double weight, int sms) {
+// How long the other forwards take: tiles of queries in waves, each along all keys, but no less than memory takes.
+inline double time_unsplit(const FewQueries& few, int num_heads_k, double weight, int sms) {
   const double blocks = static_cast<double>((few.keys + 63) / 64);
   const double waves = static_cast<double>((few.tiles + sms - 1) / sms);
-  const double memory = weight * blocks * static_cast<double>(few.sequences * p.num_heads_k) / sms;
-  return kStart + std::max(waves * blocks * (0.42 + 0.4 * weight), 1.1 * memory);
+  const double memory = weight * blocks * static_cast<double>(few.sequences * num_heads_k) / sms;
+  return std::max(waves * blocks * (0.42 + 0.4 * weight), 1.1 * memory);
 }
+
+// What they take to begin, where a kernel for 64 rows does not take as long: they have two or three times as much code, which
+// comes from memory too when other kernels have run in between. The smaller ones for short sequences have less.
+inline constexpr double kStart = 4., kStartOfSmall = 2.;
 
 // The same from one dense sequence and the query heads of one key head: neither the batch nor the number of heads or
 // multiprocessors may change how results are rounded. Packed sequences, of which only averages are known here, have no
@@ -98,8 +98,9 @@ inline int invariant_parts(const Problem& p, const FewQueries& few) {
   return static_cast<int>(std::clamp<int64_t>((few.keys + kKeysOfPart - 1) / kKeysOfPart, 1, kMaxSplits));
 }
 
-// rows == 0 where keys are not to be split. `wanted`: Constraints::kv_splits.
-inline SplitGrid make_split_grid(const Problem& p, const DeviceInfo& d, std::optional<int> wanted) {
+// rows == 0 where keys are not to be split. `wanted`: Constraints::kv_splits. `start`: of the other forward.
+inline SplitGrid make_split_grid(const Problem& p, const DeviceInfo& d, std::optional<int> wanted,
+                                 double start = kStart) {
   SplitGrid g;
   const int64_t total_rows = p.total_q * p.num_heads;
   if (wanted == 0 || total_rows <= 0 || p.total_k <= 0 || total_rows > (1 << 30)) return g;
@@ -113,15 +114,14 @@ inline SplitGrid make_split_grid(const Problem& p, const DeviceInfo& d, std::opt
   const int64_t slots = p.is_varlen() ? packed_slots(p.total_q * group, p.batch, t.rows) : tiles * p.batch;
   const int ctas_per_sm = std::clamp((d.smem_per_block + 1024) / (t.smem_bytes(size) + 1024), 1, 3);
   const int64_t items = std::max<int64_t>(1, tiles * few.sequences * p.num_heads_k);
-  const double weight = (p.head_dim + p.head_dim_v) / 256.;
+  const double weight = std::max(p.head_dim + p.head_dim_v, 128) / 256.;  // tiles have 64 columns at least
   const double result_bytes = 4. * static_cast<double>(total_rows) * p.head_dim_v;
   const int sms = std::max(1, d.num_sms);
   const PartsOfKeys best = best_parts(items, (few.keys + 63) / 64, t.rows, weight, result_bytes, sms, ctas_per_sm);
-  // The other kernels for 64 rows begin no earlier than those.
-  const bool narrow = t.rows <= 16, starts_late = !narrow && size > 64;
-  const int64_t least_keys = narrow ? 33 : 128;
-  const double gain =
-      few.keys < least_keys ? 0. : (time_unsplit(p, few, weight, sms) - (starts_late ? kStart : 0.)) / best.time;
+  const bool begins_early = t.rows <= 16 || (size <= 64 && few.rows <= 64);
+  const int64_t least_keys = t.rows <= 16 ? 33 : 128;
+  const double unsplit = time_unsplit(few, p.num_heads_k, weight, sms) + (begins_early ? start : 0.);
+  const double gain = few.keys < least_keys ? 0. : unsplit / best.time;
   if (!wanted && invariant < 0 && gain <= 1.) return g;
   const int splits = wanted ? std::clamp(*wanted, 1, kMaxSplits) : invariant > 0 ? invariant : best.parts;
   if (slots * p.num_heads_k * splits > INT32_MAX) return g;

@@ -121,9 +121,7 @@ void build_hopper(Req r, Dev d, Plan& p) {
 bool supports_parts(Req r, Dev d) {
   return supports_m128(r, d) && sm90::parts_of_tiles(r.problem, d, r.constraints) > 1;
 }
-bool prefers_parts(Req r, Dev d) {
-  return !r.constraints.kv_splits && !r.constraints.fwd_block_m && !takes_m64(r, d);
-}
+bool prefers_parts(Req r, Dev d) { return !r.constraints.kv_splits && !r.constraints.fwd_block_m && !takes_m64(r, d); }
 
 void build_parts(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;

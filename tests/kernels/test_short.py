@@ -31,26 +31,43 @@ def plan(direction: str, seqlen_q: int, seqlen_k: int, **more) -> dict:
 # Which calls
 
 
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_they_serve_up_to_80_queries_and_keys(pretended_gpu, direction: str) -> None:
-    """Above head_dim 64 up to 64. Large Hopper forwards have tiles of 64 queries from 33 rows on, but of
-    65 to 80 at head_dim 32, and backwards one warpgroup, from where that is faster: at head_dim 32 from 65
-    keys on, if the queries are one tile of 64."""
-    backwards = {(32, 16): 32, (64, 16): 16, (64, 4096): 32, (128, 16): 0, (128, 4096): 16}
+LENGTHS = (1, 16, 17, 32, 33, 49, 64, 65, 80, 81, 128)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 72, 128])
+def test_forwards_of_few_rows_or_of_many_heads(pretended_gpu, head_dim: int) -> None:
+    """Of few heads those of more than 16 rows, and above head_dim 64 of more than 32, have Hopper's kernels,
+    and few queries of more keys the split-KV kernel. Of many heads up to 32 rows stay here, and at head_dim
+    32 65 to 80, whose columns are half of a Hopper tile."""
+    for rows, keys in itertools.product(LENGTHS, repeat=2):
+        longer, sizes = max(rows, keys), dict(head_dim=head_dim, head_dim_v=head_dim)
+        few = plan("fwd", rows, keys, batch=16, **sizes)["row"]
+        if longer <= (16 if head_dim <= 64 else 32):
+            assert few == "sm80.fwd.short"
+        elif rows <= 16 and keys > (64 if head_dim <= 64 else 32):
+            assert few == "sm80.fwd.split_kv"
+        else:
+            assert few == ("sm90.fwd.m64" if head_dim <= 64 else "sm90.fwd.m192")
+        many = plan("fwd", rows, keys, batch=4096, **sizes)["row"]
+        if longer <= 32 or (head_dim == 32 and longer <= 80 and min(rows, keys) > 64):
+            assert many == "sm80.fwd.short"
+        else:
+            assert many == ("sm90.fwd.m64" if head_dim <= 64 else "sm90.fwd.m192")
+
+
+def test_backwards_of_up_to_80_rows(pretended_gpu) -> None:
+    """And above head_dim 64 of up to 64, where one warpgroup of a Hopper kernel is not faster: at head_dim 32
+    from 65 keys on, if the queries are one tile of 64."""
+    limits = {(32, 16): 32, (64, 16): 16, (64, 4096): 32, (128, 16): 0, (128, 4096): 16}
     for head_dim, most in ((32, 80), (64, 80), (65, 64), (128, 64)):
-        for rows, keys in itertools.product((1, 16, 17, 32, 49, 64, 65, 80, 81, 128), repeat=2):
+        for rows, keys in itertools.product(LENGTHS, repeat=2):
             for batch in (16, 4096):
-                limit = backwards.get((head_dim, batch), most) if direction == "bwd" else most
-                if (direction, head_dim, batch) == ("bwd", 32, 4096) and rows <= 64:
+                limit = limits.get((head_dim, batch), most)
+                if (head_dim, batch) == (32, 4096) and rows <= 64:
                     limit = 64
                 sizes = dict(head_dim=head_dim, head_dim_v=head_dim, batch=batch)
-                kernel = plan(direction, rows, keys, **sizes)["kernel"]
-                is_large = direction == "fwd" and batch == 4096 and head_dim <= 64
-                are_two = head_dim == 32 and max(rows, keys) <= 80 and min(rows, keys) > 64
-                is_m64 = is_large and max(rows, keys) > 32 and not are_two
-                assert kernel.endswith("_m64") == is_m64, (head_dim, rows, keys, kernel)
-                wanted = max(rows, keys) <= limit and not is_m64
-                assert ("short" in kernel) == wanted, (head_dim, rows, keys, kernel)
+                kernel = plan("bwd", rows, keys, **sizes)["kernel"]
+                assert ("short" in kernel) == (max(rows, keys) <= limit), (head_dim, rows, keys, kernel)
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])

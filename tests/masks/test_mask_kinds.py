@@ -30,7 +30,7 @@ EXCLUDED = {
     "every query is visited": ("sm90::visits_all_queries(p, m)", HIDING),
     "Hopper sums the gradient of a bias": (
         "sm90::is_bias_gradient_taken(p, m, g)",
-        SUMMARISED | {"blocks", "prefix"},
+        SUMMARISED - {"mask"} | {"blocks", "prefix"},
     ),
     "tiles known by rows are light": ("!asks_any<kMadeRowWords>(m)", {"blocks", "hidden_keys"}),
     "no test by rows": ("!asks_any<kKnownByRows>(m)", {"mask", "blocks", "hidden_keys"}),

@@ -41,7 +41,7 @@ INCLUDES = [
                   "sm90/bwd/tiles.h")),
     ("gqa_splits.h", ("plan.h",)),
     ("plan/", ("plan/", "plan.h", "bias_rows.h", "grid.h", "gqa_splits.h", "heuristics.h", "short_tiles.h",
-               "dense_cache.h", "kv_splits.h",
+               "dense_cache.h", "kv_splits.h", "paths.h",
                "sm90/bwd_split/tiles.h", "sm90/bwd_split/tiles_mod.h", "sm90/fwd_cached/tiles.h",
                "sm90/fwd_fp8/tiles.h", "sm90/fwd_latent/tiles.h")),
     ("path_choice.", ("path_choice.h", "plan.h", "build_info.h", "heuristics.h")),

@@ -9,6 +9,7 @@
 #include <random>
 #include <string>
 
+#include "plan/split_kv.h"
 #include "sm80/split_kv/merge.cuh"
 
 #include "arguments.h"  // behind what it sets

@@ -84,7 +84,8 @@ def test_lse_is_made_where_it_is_asked_for(name: str, device: str) -> None:
                 continue
             assert elements_of(with_maxima) == [0]
             out, found = with_maxima()
-            assert found.lse is None and torch.equal(out, wanted)
+            assert found.lse is None
+            torch.testing.assert_close(out, wanted, rtol=2**-6, atol=2**-7)  # another kernel may make it
             both = call(return_aux=AuxRequest(lse=True, max_scores=True))[1]
             assert torch.equal(found.max_scores, both.max_scores)
 
@@ -293,7 +294,8 @@ def test_torch_says_whether_it_wants_it(wanted: bool, device: str) -> None:
     finally:
         set_sdpa("")
     assert lse.shape == (2, 4, 32 if wanted else 0)
-    assert torch.equal(out.transpose(1, 2), flash_ext.attention(*(t.transpose(1, 2) for t in (q, k, v))))
+    ours = flash_ext.attention(*(t.transpose(1, 2) for t in (q, k, v)))  # by another kernel, it may be
+    torch.testing.assert_close(out.transpose(1, 2), ours, rtol=2**-6, atol=2**-7)
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------

@@ -2,10 +2,13 @@
 
     python -m bench.grid --out grid.csv --minutes 4    # goes on where the file ends
     python -m bench.grid --kinds slopes,documents --paths sm90,sm80 --out grid.csv
-    python -m bench.grid --report grid.csv             # what the present tables' choices cost, what rows gain
+    python -m bench.grid --short --head-dims 32,64,128 --out short.csv
+    python -m bench.grid --report grid.csv             # what the present choices cost, what rows gain
 
 Each shape runs with every row that can serve it, in interleaved rounds. The file has a line for each shape
 and row; its time is the median of all launches, in microseconds, with the L2 cache overwritten before each.
+With --short other kernels run before each launch too: of calls that are over in a few microseconds it decides
+how long their code takes to come from memory.
 """
 
 from __future__ import annotations
@@ -40,6 +43,10 @@ HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 SEQLENS = (64, 128, 197, 256, 320, 384, 512, 577, 640, 768, 1024, 1280, 1500, 2048, 3072, 4096, 8192)
 HEADS = ((12, 12), (16, 16), (32, 8))
 TOKENS = (4096, 32768)
+# Of the short calls: rows of square ones, queries and keys of others, and how many heads there are in all.
+SHORT_SEQLENS = (16, 24, 32, 48, 64, 77, 96, 128, 192, 256, 512)
+FEW_QUERIES, FEW_KEYS = (1, 4, 16), (32, 64, 128, 256, 512, 1024, 2048)
+SHORT_HEADS = (8, 64, 512, 4096)
 ROUNDS = 3
 TOLERANCE = 1.03  # times the fastest row
 
@@ -87,6 +94,33 @@ def shapes(
         )
     ]
     return sorted(set(found), key=lambda shape: zlib.crc32(repr(shape).encode()))
+
+
+def short_shapes(head_dims: Iterable[int], paths: Iterable[str] = ("sm90",)) -> list[Shape]:
+    """Forwards of a few microseconds: few rows, or few queries of more keys. In an order as of ``shapes``."""
+    found = []
+    for path, head_dim, heads in itertools.product(paths, head_dims, SHORT_HEADS):
+        start = (path, "fwd", "plain", heads // 8)
+        for rows, causal in itertools.product(SHORT_SEQLENS, (False, True)):
+            found.append(Shape(*start, rows, rows, 8, 8, head_dim, causal))
+        few = itertools.product(FEW_QUERIES, FEW_KEYS, (1, 4)) if heads < SHORT_HEADS[-1] else ()
+        for queries, keys, group in few:
+            found.append(Shape(*start, queries, keys, 8 * group, 8, head_dim, False))
+    return sorted(set(found), key=lambda shape: zlib.crc32(repr(shape).encode()))
+
+
+def other_kernels(device: torch.device) -> timing.Call:
+    """Work of a fraction of a millisecond: a product, a normalisation, a backward that no short call has."""
+    x = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16)
+    q, k, v, dout = torch.randn(4, 1, 512, 8, 192, device=device, dtype=torch.bfloat16).unbind()
+    out, lse = flash_ext.forward(q, k, v, softcap=20.0)
+
+    def run() -> None:
+        torch.matmul(x, x)
+        flash_ext.backward(dout, q, k, v, out, lse, softcap=20.0)
+        torch.layer_norm(x, x.shape[1:])
+
+    return run
 
 
 def inputs(shape: Shape, device: str) -> tuple[list[Tensor], dict]:
@@ -236,6 +270,7 @@ def main() -> int:
     parser.add_argument("--head-dims", default="64,128", help="of " + ",".join(map(str, HEAD_DIMS)))
     parser.add_argument("--kinds", default="plain", help="of " + ",".join(KINDS))
     parser.add_argument("--paths", default="sm90", help="of sm90,sm80")
+    parser.add_argument("--short", action="store_true", help="forwards of few rows or keys, not --kinds")
     parser.add_argument("--minutes", type=float, default=4.0, help="stop after so long (default 4)")
     parser.add_argument("--seconds", type=float, default=0.01, help="a shape (default 0.01)")
     parser.add_argument("--out", type=Path, help="CSV that is gone on with")
@@ -248,10 +283,15 @@ def main() -> int:
         parser.error("--out or --report is needed")
     if machine.device_asked_for(options, parser, "--head-dims 64") != "cuda":
         parser.error("rows are those of a GPU")
-    timer, end = timing.make_timer(torch.device("cuda")), time.monotonic() + 60 * options.minutes
+    device, end = torch.device("cuda"), time.monotonic() + 60 * options.minutes
+    timer = timing.CudaTimer(device, other_kernels(device) if options.short else None)
     done = {line.shape for line in read(options.out)}
-    head_dims = map(int, options.head_dims.split(","))
-    asked = shapes(head_dims, options.kinds.split(","), options.paths.split(","))
+    head_dims, paths = map(int, options.head_dims.split(",")), options.paths.split(",")
+    asked = (
+        short_shapes(head_dims, paths)
+        if options.short
+        else shapes(head_dims, options.kinds.split(","), paths)
+    )
     wanted = [shape for shape in asked if shape not in done]
     for at, shape in enumerate(wanted):
         if time.monotonic() > end:

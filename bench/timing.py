@@ -59,10 +59,13 @@ class CudaTimer:
 
     Args:
         device: the CUDA device of the tensors that will be timed.
+        between: work that is queued before each launch and not timed. Other kernels leave no instructions of
+            the timed one in the caches, as the layers of a model do.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, between: Call | None = None) -> None:
         self.device = device
+        self.between = between
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self.flush_buffer = torch.empty(max(2 * l2_bytes, 64 << 20), dtype=torch.int8, device=device)
         self._host_s: weakref.WeakKeyDictionary[Call, float] = weakref.WeakKeyDictionary()
@@ -75,6 +78,8 @@ class CudaTimer:
         torch.cuda._sleep(head_start_cycles(count, self._host_s.get(call, 0.0)))
         host_s = 0.0
         for before, after in events:
+            if self.between is not None:
+                self.between()
             self.flush_buffer.zero_()
             before.record()
             started = time.perf_counter()

@@ -30,6 +30,18 @@ def test_the_grid_is_spread_and_has_every_shape_once() -> None:
         }  # fmt: skip
 
 
+def test_short_calls_have_several_rows_to_choose_from() -> None:
+    found = grid.short_shapes([64, 128])
+    assert len(found) == len(set(found)) > 400
+    assert {shape.seqlen_q for shape in found} == {*grid.SHORT_SEQLENS, *grid.FEW_QUERIES}
+    chosen = set()
+    for shape in found[:60]:
+        rows, choice = rows_of(shape)
+        chosen.add(choice)
+        assert choice in rows and len(rows) > 2
+    assert chosen >= {"sm80.fwd.short", "sm80.fwd.split_kv", "sm90.fwd.m64", "sm90.fwd.m192"}
+
+
 def test_rows_that_can_serve_a_shape() -> None:
     rows, chosen = rows_of(SHAPE)
     assert chosen == "sm90.bwd.dq_pool"
@@ -85,9 +97,13 @@ def test_every_row_of_a_shape_is_timed() -> None:
 
     from bench import timing
 
-    timer = timing.make_timer(torch.device("cuda"))
+    device, runs = torch.device("cuda"), []
+    between = grid.other_kernels(device)
+    timer = timing.CudaTimer(device, lambda: runs.append(between()))
     others = [SHAPE._replace(direction="fwd", num_heads_k=4, causal=True), SHAPE._replace(path="sm80")]
     for shape in (SHAPE, *others, *(SHAPE._replace(kind=kind, batch=1) for kind in grid.KINDS)):
         lines = grid.measure(shape, timer, 0.005)
         assert lines and {line.row for line in lines} <= {row for _, row, _ in _C.plan_rows()}
         assert sum(line.is_chosen for line in lines) == 1 and all(line.us > 1 for line in lines)
+        assert len(runs) >= 3 * len(lines)  # before each launch
+        runs.clear()

@@ -16,7 +16,7 @@ struct SplitGrid {
   double gain = 0.;  // expected, against the other forwards; without a limit where it is not asked
   int64_t ctas = 0;
   int64_t total_rows = 0;  // query heads x queries
-  int pitch = 0;           // floats of a row of partial outputs
+  int pitch = 0;  // floats of a row of partial outputs
   Divisor heads_k, parts;
   Divisor tiles;  // of a sequence, dense calls only
   Divisor group;  // query heads of a key head

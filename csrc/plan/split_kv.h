@@ -89,8 +89,8 @@ inline double time_unsplit(const FewQueries& few, int num_heads_k, double weight
 // comes from memory too when other kernels have run in between. The smaller ones for short sequences have less.
 inline constexpr double kStart = 4., kStartOfSmall = 2.;
 
-// The same from one dense sequence and the query heads of one key head: neither the batch nor the number of heads or
-// multiprocessors may change how results are rounded. Packed sequences, of which only averages are known here, have no
+// Into how many parts, from one dense sequence and the query heads of one key head: neither the batch nor the number of heads
+// or multiprocessors may change how results are rounded. Packed sequences, of which only averages are known here, have no
 // parts. Evidence: split-kv.
 inline int invariant_parts(const Problem& p, const FewQueries& few) {
   constexpr int64_t kMostRows = 64, kLeastKeys = 1024, kKeysOfPart = 512;

@@ -11,8 +11,8 @@
 
 namespace flash_ext {
 
-// Time below is in microseconds of an H200 beyond what every call takes, after other kernels have run (evidence: split-kv). Memory
-// sets the scale: a block of 64 keys at head_dim 128 takes 1 us at a multiprocessor's share of the bandwidth, one of
+// Time below is in microseconds of an H200 beyond what every call takes, after other kernels have run (evidence: split-kv).
+// Memory sets the scale: a block of 64 keys at head_dim 128 takes 1 us at a multiprocessor's share of the bandwidth, one of
 // another size `weight`. On other GPUs the proportions count.
 
 // What a CTA takes alone, as a share of a multiprocessor's time. Over a cache it waits longer for each tile.

@@ -27,7 +27,9 @@ bool prefers_m64(Req r, Dev d) { return sm90::prefers_m64(r.problem, d, r.constr
 bool takes_m64(Req r, Dev d) { return supports_m64(r, d) && prefers_m64(r, d); }
 // Sequences that fit a tile of 128 queries and keys are faster in one of 192, but for many causal ones of more than 64.
 // Evidence: grid.
-bool is_of_one_tall_tile(const Problem& p, Dev d) {
+bool takes_one_tall_tile(Req r, Dev d) {
+  const Problem& p = r.problem;
+  if (!r.constraints.short_kernels || r.constraints.fwd_block_m || hopper_dims(p).d <= 64) return false;
   const int longer = std::max(p.seqlen_q, p.seqlen_k);
   const bool causal = p.window_left < 0 && p.window_right == 0;
   const bool few = int64_t{p.batch} * p.num_heads <= 8 * d.num_sms;
@@ -40,10 +42,7 @@ bool prefers_short_on_hopper(Req r, Dev d) {
 }
 bool supports_m128(Req r, Dev) { return tma_fwd(r) && hopper_dims(r.problem).d <= 128; }
 bool prefers_m128(Req r, Dev d) {
-  if (!r.constraints.fwd_block_m && hopper_dims(r.problem).d > 64 && is_of_one_tall_tile(r.problem, d)) {
-    return false;
-  }
-  return sm90::takes_m128(r.problem, d, r.constraints, sm90::M128Cost::plain(r.problem));
+  return !takes_one_tall_tile(r, d) && sm90::takes_m128(r.problem, d, r.constraints, sm90::M128Cost::plain(r.problem));
 }
 bool supports_m192(Req r, Dev) {
   const HeadDims x = hopper_dims(r.problem);
@@ -51,7 +50,10 @@ bool supports_m192(Req r, Dev) {
 }
 bool supports_tma(Req r, Dev) { return tma_fwd(r); }
 
-bool prefers_split_kv(Req r, Dev d) { return make_split_grid(r.problem, d, r.constraints.kv_splits).rows > 0; }
+bool prefers_split_kv(Req r, Dev d) {
+  if (!r.constraints.short_kernels && !r.constraints.kv_splits && few_queries(r.problem).keys < 128) return false;
+  return make_split_grid(r.problem, d, r.constraints.kv_splits).rows > 0;
+}
 // What it gains is counted beside tiles of 192 queries, which are slower there than those of 128. Tiles of 64 are as fast
 // where they have all keys, and beside more than 16 rows.
 bool prefers_split_kv_on_hopper(Req r, Dev d) {

@@ -67,7 +67,7 @@ inline bool prefers_short_sm80(const Problem& p, const DeviceInfo& d) {
 }
 
 // Among how many CTAs the queries of a block of keys are divided, where there are few blocks: each makes dK and dV of its
-// queries in fp32, and two kernels add them. Counted in steps of 64 queries, of which a block that begins and ends costs
+// queries in fp32, and one more kernel adds them. Counted in steps of 64 queries, of which a block that begins and ends costs
 // one and a half, and the sums three. Evidence: q-splits.
 inline int q_splits_of(const Problem& p, const DeviceInfo& d, const Constraints& c, int64_t tiles, bool dynamic) {
   const int64_t steps = (p.seqlen_q + 63) / 64 * int64_t{p.num_heads / std::max(1, p.num_heads_k)};

@@ -51,7 +51,8 @@ bool supports_m192(Req r, Dev) {
 bool supports_tma(Req r, Dev) { return tma_fwd(r); }
 
 bool prefers_split_kv(Req r, Dev d) {
-  if (!r.constraints.short_kernels && !r.constraints.kv_splits && few_queries(r.problem).keys < 128) return false;
+  const bool is_long = r.constraints.short_kernels || few_queries(r.problem).keys >= kLeastKeysOfLong;
+  if (!is_long && !r.constraints.kv_splits) return false;
   return make_split_grid(r.problem, d, r.constraints.kv_splits).rows > 0;
 }
 // What it gains is counted beside tiles of 192 queries, which are slower there than those of 128. Tiles of 64 are as fast

@@ -223,7 +223,7 @@ inline bool prefers_m64(const Problem& p, const DeviceInfo& d, const Constraints
   const int64_t tiles = (int64_t{p.seqlen_q} + 63) / 64 * p.num_heads * p.batch;
   const int longer = std::max(p.seqlen_q, p.seqlen_k), head_dim = std::max(p.head_dim, p.head_dim_v);
   if (!c.short_kernels) return false;
-  if (tiles <= 3 * d.num_sms && longer <= 512) return longer > 16;
+  if (tiles <= fwd_tile(64, 64, 64).ctas * d.num_sms && longer <= 512) return longer > 16;
   if (longer <= 32) return false;
   if (head_dim <= 32 && !causal && p.seqlen_q > 64 && longer <= 80) return p.seqlen_k <= 64 || tiles <= 64 * d.num_sms;
   return longer <= most || p.seqlen_k <= 64 || (!causal && p.seqlen_k <= 256 && p.seqlen_q <= 1024);

@@ -89,6 +89,9 @@ inline double time_unsplit(const FewQueries& few, int num_heads_k, double weight
 // comes from memory too when other kernels have run in between. The smaller ones for short sequences have less.
 inline constexpr double kStart = 4., kStartOfSmall = 2.;
 
+// A call of fewer keys is one for short sequences.
+inline constexpr int64_t kLeastKeysOfLong = 128;
+
 // Into how many parts, from one dense sequence and the query heads of one key head: neither the batch nor the number of heads
 // or multiprocessors may change how results are rounded. Packed sequences, of which only averages are known here, have no
 // parts. Evidence: split-kv.
@@ -119,7 +122,7 @@ inline SplitGrid make_split_grid(const Problem& p, const DeviceInfo& d, std::opt
   const int sms = std::max(1, d.num_sms);
   const PartsOfKeys best = best_parts(items, (few.keys + 63) / 64, t.rows, weight, result_bytes, sms, ctas_per_sm);
   const bool begins_early = t.rows <= 16 || (size <= 64 && few.rows <= 64);
-  const int64_t least_keys = t.rows <= 16 ? 33 : 128;
+  const int64_t least_keys = t.rows <= 16 ? 33 : kLeastKeysOfLong;
   const double unsplit = time_unsplit(few, p.num_heads_k, weight, sms) + (begins_early ? start : 0.);
   const double gain = few.keys < least_keys ? 0. : unsplit / best.time;
   if (!wanted && invariant < 0 && gain <= 1.) return g;

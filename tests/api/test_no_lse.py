@@ -85,7 +85,10 @@ def test_lse_is_made_where_it_is_asked_for(name: str, device: str) -> None:
             assert elements_of(with_maxima) == [0]
             out, found = with_maxima()
             assert found.lse is None
-            torch.testing.assert_close(out, wanted, rtol=2**-6, atol=2**-7)  # another kernel may make it
+            if device == "cuda" and name in ("dense", "heads first"):  # maxima are another operator's, there
+                torch.testing.assert_close(out, wanted, rtol=2**-6, atol=2**-7)
+            else:
+                assert torch.equal(out, wanted)
             both = call(return_aux=AuxRequest(lse=True, max_scores=True))[1]
             assert torch.equal(found.max_scores, both.max_scores)
 
@@ -294,8 +297,11 @@ def test_torch_says_whether_it_wants_it(wanted: bool, device: str) -> None:
     finally:
         set_sdpa("")
     assert lse.shape == (2, 4, 32 if wanted else 0)
-    ours = flash_ext.attention(*(t.transpose(1, 2) for t in (q, k, v)))  # by another kernel, it may be
-    torch.testing.assert_close(out.transpose(1, 2), ours, rtol=2**-6, atol=2**-7)
+    ours = flash_ext.attention(*(t.transpose(1, 2) for t in (q, k, v)))
+    if device == "cpu":
+        assert torch.equal(out.transpose(1, 2), ours)
+    else:  # whose kernel is that of calls without modifiers
+        torch.testing.assert_close(out.transpose(1, 2), ours, rtol=2**-6, atol=2**-7)
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------

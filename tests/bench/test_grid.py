@@ -83,10 +83,23 @@ def test_the_tables_follow_the_stored_grid() -> None:
     times = defaultdict(dict)
     for line in grid.with_present_choices([x for x in grid.read(path) if x.shape.path == "sm90"]):
         times[line.shape][line.is_chosen, line.row] = line.us
+    # These kernels came after the grid, which has not timed them, or not at these head sizes and lengths.
+    later = {
+        "sm90.fwd_mod.m192.bias": ((64, 128), grid.SEQLENS),
+        "sm90.fwd_mod.m128.bias": ((64,), grid.SEQLENS),
+        "sm90.fwd.m64": ((64,), grid.SEQLENS),
+        "sm90.fwd.m192": ((96, 128), (64,)),
+        "sm90.bwd.dq_stored": ((64,), (197, 256)),
+        "sm90.bwd.dq_stored_short": ((64, 96, 128), grid.SEQLENS),
+    }
+    for shape, found in list(times.items()):
+        if not any(is_chosen for is_chosen, _ in found):
+            head_dims, seqlens = later[grid.present_choice(shape, grid.GPU)]
+            assert shape.head_dim in head_dims and shape.seqlen_q in seqlens, shape
+            del times[shape]
     losses = [us / min(found.values()) for found in times.values()
               for (is_chosen, _), us in found.items() if is_chosen]  # fmt: skip
-    # The grid has not timed kernels that came after it.
-    assert len(losses) > 0.9 * len(times) > 1600
+    assert len(losses) == len(times) > 1720
     assert grid.mean(losses) < 1.005
     assert sum(loss < grid.TOLERANCE for loss in losses) > 0.95 * len(losses)
 

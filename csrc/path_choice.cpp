@@ -88,7 +88,7 @@ std::string parse_constraint(std::string_view name, std::string_view value, Cons
   if (error != std::errc() || end != value.data() + value.size() || number < 0) {
     return std::string(name) + " takes a number of at least 0, not '" + std::string(value) + "'";
   }
-  const bool is_yes_or_no = name == "dq_pool" || name == "short_kernels";
+  const bool is_yes_or_no = name == "wide_tiles" || name == "dq_pool" || name == "short_kernels";
   if (is_yes_or_no && number > 1) return std::string(name) + " takes 0 or 1";
   if (name == "kv_splits") {
     c.kv_splits = number;
@@ -100,13 +100,15 @@ std::string parse_constraint(std::string_view name, std::string_view value, Cons
   } else if (name == "fwd_block_m") {
     if (number != 128 && number != 192) return "fwd_block_m takes 128 or 192";
     c.fwd_block_m = number;
+  } else if (name == "wide_tiles") {
+    c.wide_tiles = number == 1;
   } else if (name == "dq_pool") {
     c.dq_pool = number == 1;
   } else if (name == "short_kernels") {
     c.short_kernels = number == 1;
   } else {
     return "no constraint '" + std::string(name) +
-           "'; known: row, kv_splits, gqa_splits, q_splits, fwd_block_m, dq_pool, short_kernels";
+           "'; known: row, kv_splits, gqa_splits, q_splits, fwd_block_m, wide_tiles, dq_pool, short_kernels";
   }
   return {};
 }

@@ -29,6 +29,7 @@ struct Constraints {
   std::optional<int> gqa_splits;   // of the query heads of a key head in a plain backward, where it divides them
   std::optional<int> q_splits;  // of the queries of a block of keys, in the fused backward for Hopper with modifiers
   std::optional<int> fwd_block_m;  // 128 or 192 queries a tile, in forwards for Hopper that have both
+  std::optional<bool> wide_tiles;  // more keys a tile, in kernels for Hopper with modifiers that have both
   std::optional<bool> dq_pool;  // in the plain fused backward for Hopper, which such a call then takes
   bool short_kernels = true;  // what is for short sequences alone (short_tiles.h, sm90::has_whole_keys())
 };

@@ -93,8 +93,10 @@ int main() {
     put_modified(d, t, t.bias_has_place ? "bias, own places" : "bias, over Q and output");
   }
   for (int d : {64, 128}) {
-    put_modified(d, sm90::m192_mod_tile(d), "nothing");
-    put_modified(d, sm90::m192_bias_tile(d), "bias");
+    for (int wide = sm90::has_wide_m192(d); wide >= 0; --wide) {
+      put_modified(d, sm90::m192_mod_tile(d, wide), "nothing");
+      put_modified(d, sm90::m192_bias_tile(d, wide), "bias");
+    }
     put_modified(d, sm90::m192_loose_bias_tile(d), "loose bias");
     if (sm90::has_m192_float_bias(d)) put_modified(d, sm90::m192_float_bias_tile(d), "bias in fp32");
     put_modified(d, sm90::m192_words_tile(d), "words");
@@ -111,9 +113,15 @@ int main() {
   for (int d : {64, 128}) {
     for (bool float_bias : {false, true}) {
       const sm90::BwdModTile t = sm90::bwd_mod_tile(d, float_bias);
-      put_fused(float_bias ? "modified, bias in fp32" : "modified", d, t.kBlockN, t.plain(), t.ds_stages,
+      put_fused(float_bias ? "modified, bias in fp32" : "modified", d, t.block_n(), t.plain(), t.ds_stages,
                 t.smem_bytes(d));
     }
+  }
+  for (const auto beside : {sm90::BesideScores::kWords, sm90::BesideScores::kBias}) {
+    const sm90::BwdModTile t = sm90::wide_bwd_mod_tile(beside);
+    const char* const name = beside == sm90::BesideScores::kBias ? "modified, wide, bias" : "modified, wide";
+    put_fused(name, sm90::kWideModHeadDim, t.block_n(), t.plain(), t.ds_stages,
+              t.smem_bytes(sm90::kWideModHeadDim));
   }
   for (const auto [d, dv] : {std::pair{192, 128}, {192, 192}, {256, 256}}) {
     const sm90::SplitBwdTile t = sm90::split_bwd_tile(d, dv);

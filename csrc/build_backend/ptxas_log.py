@@ -1,7 +1,8 @@
 """Reads what `ptxas -v` says of every kernel, and refuses the build when a kernel would be slow or wrong.
 
 A spill, a stack frame or an ignored Hopper instruction hint compiles without an error and silently costs the
-benefit of the kernel, so each of them fails the build by the kernel's name.
+benefit of the kernel, so each of them fails the build by the kernel's name. One kind of kernel may keep a few
+registers of one warp, its scheduler, in memory: the warps that compute have the others.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 _USED = re.compile(r"Used (\d+) registers")
 _BARRIERS = re.compile(r"used (\d+) barriers")
 _SMEM = re.compile(r"(\d+) bytes smem")
+# With modifiers at head_dim 64, tiles of 192 queries and 128 keys, and backwards whose warpgroups have 128
+# keys each: 24 to 40 registers are left for a scheduler that needs 56.
+_SPILLING_SCHEDULER = re.compile(r"(?:fwd|bwd)_mod_sm90_kernel<.*ModTraits<[^<>]*, true> ?>")
+_SCHEDULER_BYTES = 224
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,17 @@ class KernelResources:
     stack: int = 0
     spill_stores: int = 0
     spill_loads: int = 0
+
+    @property
+    def may_spill(self) -> bool:
+        """Whether it is one of those whose scheduler has few registers."""
+        return _SPILLING_SCHEDULER.search(self.name) is not None
+
+    @property
+    def misuses_memory(self) -> bool:
+        """Whether registers are kept in local memory where that is slow."""
+        allowed = _SCHEDULER_BYTES if self.may_spill else 0
+        return max(self.stack, self.spill_stores, self.spill_loads) > allowed
 
 
 def parse_log(source: str, log: str) -> tuple[list[KernelResources], list[str]]:
@@ -99,7 +115,7 @@ def violations(kernels: list[KernelResources], warnings: list[str]) -> list[str]
     """What must not be shipped, one line each."""
     found = []
     for item in kernels:
-        if item.stack or item.spill_stores or item.spill_loads:
+        if item.misuses_memory:
             found.append(
                 f"{item.source} for {item.arch}: {item.stack} bytes of stack, {item.spill_stores} / "
                 f"{item.spill_loads} bytes of spill stores / loads in {item.name or item.symbol}"

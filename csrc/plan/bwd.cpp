@@ -1,4 +1,5 @@
 // The tables of the backwards.
+#include "gradient_splits.h"
 #include "table.h"
 
 namespace flash_ext::plans {
@@ -221,29 +222,11 @@ ScoreVariant split_variant(Req r) {
   return v == kDrop ? kAddDrop : v == kAddFloat ? kAdd : v;
 }
 
-// Into how many parts the sum of a gradient that has rows of its own is divided. A CTA owns 128 of them, and 128 columns or
-// their sum. It takes a step for each head and batch entry that share them. Steps set the time; adding up a part of a
-// matrix costs a fiftieth of one.
-int splits_of_rows(const BiasGradient& g, const Problem& p, Dev d, int64_t most) {
-  const int64_t steps = int64_t{1} * (g.batch == 1 ? p.batch : 1) * (g.heads == 1 ? p.num_heads : 1);
-  const int64_t owners = g.tiles(128, 128);
-  most = std::min({steps / 4, most, int64_t{g.sum_cols ? 2 * d.num_sms : 64}});
-  int best = 1;
-  double best_time = static_cast<double>(steps) * static_cast<double>((owners + d.num_sms - 1) / d.num_sms);
-  for (int parts = 2; parts <= most; ++parts) {
-    const int64_t waves = (owners * parts + d.num_sms - 1) / d.num_sms;
-    const double time = static_cast<double>(waves * ((steps + parts - 1) / parts)) + (g.sum_cols ? 0 : 0.02) * parts;
-    if (time < best_time) best = parts, best_time = time;
-  }
-  return best;
+bool supports_fused_wide(Req r, Dev d) {
+  return supports_fused_mod(r, d) && !stores_dq(r, d) && sm90::has_wide_mod(r.problem, fused_variant(r));
 }
-
-// Two CTAs an SM, of at least 32 columns, are enough to fill the GPU. Parts have 64 MB at most.
-int splits_of_gradient(const BiasGradient& g, const Problem& p, Dev d) {
-  const int64_t most = (int64_t{16} << 20) / std::max<int64_t>(int64_t{1} * g.batch * g.heads * g.rows * g.cols, 1);
-  if (!g.sum_rows) return splits_of_rows(g, p, d, most);
-  const int64_t owners = int64_t{1} * g.batch * g.heads * (g.sum_cols ? 1 : (g.cols + 31) / 32);
-  return static_cast<int>(std::max<int64_t>(1, std::min(most, 2 * d.num_sms / std::max<int64_t>(owners, 1))));
+bool prefers_fused_wide(Req r, Dev d) {
+  return prefers_fused_mod(r, d) && sm90::prefers_wide_mod(r.problem, *r.modifiers, d, r.constraints);
 }
 
 // The gradient with its splits, for which it gets a part of the workspace.
@@ -313,17 +296,19 @@ void begin_hopper(Req r, Dev d, Plan& p) {
   if (dbias90) push_hopper_dbias(r, d, p);
 }
 
-void push_fused_mod(Req r, Dev d, Plan& p, const Modifiers& m, ScoreVariant v) {
+void push_fused_mod(Req r, Dev d, Plan& p, const Modifiers& m, ScoreVariant v, bool wide = false) {
   const Problem& x = r.problem;
   const int size = sm90::bwd_mod_size(x);
-  const sm90::BwdModTile t = sm90::bwd_mod_tile(size, v == kAddFloat || v == kAddDrop);
+  const auto beside = v == kAdd ? sm90::BesideScores::kBias : sm90::BesideScores::kWords;
+  const sm90::BwdModTile t =
+      wide ? sm90::wide_bwd_mod_tile(beside) : sm90::bwd_mod_tile(size, v == kAddFloat || v == kAddDrop);
   const bool unequal = sm90::has_unequal_tiles(x, m);
-  constexpr int kBlockN = sm90::BwdModTile::kBlockN;
+  const int block_n = t.block_n();
   Launch l =
-      main_of(KernelId::kBwdFusedMod90, size, size, sm90::BwdModTile::kBlockM, kBlockN, t.stages,
-              sm90::BwdModTile::kThreads, t.smem_bytes(size), sm90::bwd_grid(x, d, kBlockN, false, unequal), d.num_sms);
+      main_of(KernelId::kBwdFusedMod90, size, size, sm90::BwdModTile::kBlockM, block_n, t.stages,
+              sm90::BwdModTile::kThreads, t.smem_bytes(size), sm90::bwd_grid(x, d, block_n, false, unequal), d.num_sms);
   l.variant = v, l.pdl = sm90::prefers_pdl(x);
-  l.rotate = unequal ? 0 : kBlockN / sm90::BwdModTile::kBlockM;
+  l.rotate = unequal ? 0 : block_n / sm90::BwdModTile::kBlockM;
   l.dq = stores_dq(r, d) ? DqMode::kStored : DqMode::kAtomic;
   p.zeroes_dq = l.dq == DqMode::kStored && !sm90::visits_all_queries(x, m);
   p.q_splits = sm90::q_splits_of(x, d, r.constraints, l.tiles, unequal);
@@ -343,12 +328,13 @@ void push_fused_mod(Req r, Dev d, Plan& p, const Modifiers& m, ScoreVariant v) {
   if (p.q_splits > 1) push_head_sums(r.problem, p, p.q_splits);
 }
 void build_whole_keys(Req r, Dev d, Plan& p) { push_fused_mod(r, d, p, {}, kHide); }
+template <bool kWide>
 void build_fused_mod(Req r, Dev d, Plan& p) {
   const bool stores = stores_dbias(r), sums = sums_keys(r);
   p.dbias_with_dk = stores || sums;
   p.zeroes_dbias = sums || (stores && !sm90::visits_all_tiles(r.problem, *r.modifiers));
   begin_hopper(r, d, p);
-  push_fused_mod(r, d, p, *r.modifiers, fused_variant(r));
+  push_fused_mod(r, d, p, *r.modifiers, fused_variant(r), kWide);
   if (!sums) return;
   // In fp32, for each batch entry and head.
   const BiasGradient& g = *r.dbias;
@@ -425,7 +411,9 @@ constexpr Row kHopper[] = {
 
     {F::kBwdMod, "sm80.bwd_mod.short", supports_short_mod, nullptr, build_short_mod, E::kShort},
     {F::kBwdMod, "bwd_mod.other_gradients", supports_others, nullptr, build_others, E::kNone},
-    {F::kBwdMod, "sm90.bwd_mod.fused", supports_fused_mod, prefers_fused_mod, build_fused_mod, E::kFusedBwdMod},
+    {F::kBwdMod, "sm90.bwd_mod.fused_wide", supports_fused_wide, prefers_fused_wide, build_fused_mod<true>,
+     E::kFusedBwdMod},
+    {F::kBwdMod, "sm90.bwd_mod.fused", supports_fused_mod, prefers_fused_mod, build_fused_mod<false>, E::kFusedBwdMod},
     {F::kBwdMod, "sm90.bwd_mod.split", supports_split_mod, nullptr, build_split_mod, E::kSplitBwdMod},
     {F::kBwdMod, "sm80.bwd_mod", always, nullptr, build_portable_mod, E::kNone},
 };

@@ -234,7 +234,7 @@ bool supports_float_bias(Req r, Dev d) {
   return supports_bias_alone(r, d) && x.is_float && x.aligned && x.row_stride != 0;
 }
 bool supports_drop(Req r, Dev d) { return supports_mod_128(r, d) && drops(r) && !changes(r); }
-bool supports_m192_changes(Req r, Dev d) { return supports_mod(r, d) && sm90::has_m192_changes(masked_dim(r.problem)); }
+bool supports_m192_changes(Req r, Dev d) { return supports_mod(r, d) && sm90::has_m192(masked_dim(r.problem)); }
 bool supports_slopes_m192(Req r, Dev d) {
   return supports_m192_changes(r, d) && changes_exponents(r) && r.modifiers->by_distance;
 }
@@ -258,19 +258,30 @@ bool prefers_loose_bias_m192(Req r, Dev d) {
 bool prefers_words_m192(Req r, Dev d) { return sm90::prefers_m192_words(r.problem, *r.modifiers, d, r.constraints); }
 bool prefers_hide_m192(Req r, Dev d) { return sm90::prefers_m192(r.problem, *r.modifiers, d, r.constraints); }
 
-template <bool kM192, ScoreVariant kVariant>
+// The same rows with tiles of 128 keys.
+template <bool (*kOfOthers)(Req, Dev)>
+bool supports_wide(Req r, Dev d) {
+  return kOfOthers(r, d) && sm90::has_wide_m192(masked_dim(r.problem));
+}
+template <bool (*kOfOthers)(Req, Dev)>
+bool prefers_wide(Req r, Dev d) {
+  return kOfOthers(r, d) && sm90::prefers_wide_tiles(r.problem, *r.modifiers, d, r.constraints);
+}
+
+template <bool kM192, ScoreVariant kVariant, bool kWide>
 constexpr sm90::FwdModTile mod_tile(int size) {
   if (kVariant == kWords) return sm90::m192_words_tile(size);
   if (kVariant == kLooseBias) return kM192 ? sm90::m192_loose_bias_tile(size) : sm90::loose_bias_tile(size);
   if (kVariant == kFloatBias) return kM192 ? sm90::m192_float_bias_tile(size) : sm90::float_bias_tile(size);
-  if (kM192) return kVariant == kBias ? sm90::m192_bias_tile(size) : sm90::m192_mod_tile(size);
+  if (kVariant == kDrop && kM192) return sm90::m192_mod_tile(size, sm90::has_wide_m192(size));
+  if (kM192) return kVariant == kBias ? sm90::m192_bias_tile(size, kWide) : sm90::m192_mod_tile(size, kWide);
   return sm90::fwd_mod_tile(size);
 }
 
-template <bool kM192, ScoreVariant kVariant>
+template <bool kM192, ScoreVariant kVariant, bool kWide = false>
 void build_hopper_mod(Req r, Dev d, Plan& p) {
   const int size = masked_dim(r.problem);
-  const sm90::FwdModTile t = mod_tile<kM192, kVariant>(size);
+  const sm90::FwdModTile t = mod_tile<kM192, kVariant, kWide>(size);
   const sm90::FwdTile f = t.plain();
   const bool unequal = sm90::has_unequal_tiles(r.problem, *r.modifiers);
   Launch& l = p.push(main_of(KernelId::kFwdMod90, size, size, f.block_m(), f.block_n, t.kv_stages / 2, f.threads(),
@@ -338,6 +349,14 @@ constexpr Row kHopper[] = {
 
     {F::kFwdMod, "sm80.fwd_mod.split_kv", supports_split_mod, prefers_split_mod, build_split_kv, E::kSplitKv},
     {F::kFwdMod, "sm80.fwd_mod.short", supports_short, nullptr, build_short, E::kShort},
+    {F::kFwdMod, "sm90.fwd_mod.m192_wide.slopes", supports_wide<supports_slopes_m192>,
+     prefers_wide<prefers_slopes_m192>, build_hopper_mod<true, kSlopes, true>, E::kMaskedM192},
+    {F::kFwdMod, "sm90.fwd_mod.m192_wide.cap", supports_wide<supports_cap_m192>, prefers_wide<prefers_cap_m192>,
+     build_hopper_mod<true, kCap, true>, E::kMaskedM192},
+    {F::kFwdMod, "sm90.fwd_mod.m192_wide.bias", supports_wide<supports_bias_m192>, prefers_wide<prefers_bias_m192>,
+     build_hopper_mod<true, kBias, true>, E::kMaskedM192},
+    {F::kFwdMod, "sm90.fwd_mod.m192_wide.hide", supports_wide<supports_hide_m192>, prefers_wide<prefers_hide_m192>,
+     build_hopper_mod<true, kHide, true>, E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.slopes", supports_slopes_m192, prefers_slopes_m192, build_hopper_mod<true, kSlopes>,
      E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.cap", supports_cap_m192, prefers_cap_m192, build_hopper_mod<true, kCap>,

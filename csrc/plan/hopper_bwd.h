@@ -16,14 +16,14 @@ inline bool has_few_tiles(const Problem& p, const DeviceInfo& d) {
 // without sums in memory, a pass that zeroes and one that converts. Calls without modifiers take this kernel for it, in
 // which both warpgroups have keys. Evidence: whole-keys, grid.
 inline bool has_whole_keys(const Problem& p, const Constraints& c) {
-  return c.short_kernels && !p.is_varlen() && p.seqlen_k <= BwdModTile::kBlockN &&
+  return c.short_kernels && !p.is_varlen() && p.seqlen_k <= bwd_mod_tile(64, false).block_n() &&
          std::max(p.head_dim, p.head_dim_v) <= 128;
 }
 // The same of packed sequences that are so short on average: each whose keys are in one block has its dQ stored, and others,
 // which only the device knows, add theirs.
 inline bool has_short_sequences(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   return c.short_kernels && p.is_varlen() && !d.batch_invariant &&
-         p.total_k <= int64_t{BwdModTile::kBlockN} * p.batch && std::max(p.head_dim, p.head_dim_v) <= 128;
+         p.total_k <= int64_t{bwd_mod_tile(64, false).block_n()} * p.batch && std::max(p.head_dim, p.head_dim_v) <= 128;
 }
 inline bool stores_dq(const Problem& p, const DeviceInfo& d, const Constraints& c, bool deterministic) {
   return has_whole_keys(p, c) || (!deterministic && has_short_sequences(p, d, c));
@@ -64,6 +64,21 @@ inline bool prefers_short_sm80(const Problem& p, const DeviceInfo& d) {
   const bool many = int64_t{p.batch} * p.num_heads >= 1024;
   const int of_many = p.seqlen_q > 64 ? 80 : 64;  // head_dim 32; up to 64 queries are one tile of the Hopper kernel
   return rows <= (size <= 32 ? (many ? of_many : 32) : size <= 64 ? (many ? 32 : 16) : many ? 16 : 0);
+}
+
+// Blocks of 256 keys in the fused backward with modifiers, 128 a warpgroup: where there is one for each multiprocessor, they are
+// hardly more keys than those of 128, and masks leave most of them whole. Words of bool masks take their loaders too long.
+// Evidence: fused-bwd-mod.
+inline bool has_wide_mod(const Problem& p, ScoreVariant v) {
+  using enum ScoreVariant;
+  return bwd_mod_size(p) == kWideModHeadDim && (v == kHide || v == kAdd || v == kDrop || v == kCap);
+}
+inline bool prefers_wide_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
+  if (c.wide_tiles) return *c.wide_tiles;
+  const int64_t wide = make_grid(p, d, false, 256).ctas, others = make_grid(p, d, false, 128).ctas;
+  if (d.batch_invariant || c.q_splits || wide < d.num_sms || 200 * wide > 115 * others) return false;
+  return !has_mixed_tiles(m) && m.blocks.words == nullptr && !has_short_window(p) &&
+         (!asks_any<kHidingKinds>(m) || average_keys(p) >= kLeastCutKeys);
 }
 
 // Among how many CTAs the queries of a block of keys are divided, where there are few blocks: each makes dK and dV of its

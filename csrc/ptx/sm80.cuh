@@ -354,7 +354,7 @@ enum NamedBarrier : int {
   kPingpongBarrier = 1,  // + consumer warpgroup: whose products are next
   kGroupBarrier = 1,  // + consumer warpgroup: its warps meet
   kPairBarrier = 1,  // + pair of warps: they meet
-  kExchangeBarrier = 3,  // + 0 to 2: two consumer warpgroups exchange dQ, halves of an output, weights of latents
+  kExchangeBarrier = 3,  // + 0 to 3: exchange of dQ, halves of an output, weights of latents, draws
   kConverterBarrier = 15,  // the two warps that convert dQ meet
 };
 

@@ -324,15 +324,23 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kCount], uint32_t a0, uint32
   }
 }
 
-// d (64 x 64, fp32) += A (64 x 16, bf16) B (16 x 64). A: rows that are the same, of which a thread has `a` of the first 8
-// columns, 0 behind. B, with its columns side by side: 8 rows, which serve twice.
+// d (64 x 2 kCount, fp32) += A (64 x 16, bf16) B (16 x 2 kCount). A: rows that are the same, of which a thread has `a` of the
+// first 8 columns, 0 behind. B, with its columns side by side: 8 rows, which serve twice.
 inline constexpr uint32_t kDescriptorHighOneGroup = 1u << 30;  // 0 bytes between groups of 8 rows
-__device__ __forceinline__ void wgmma_rs_one_group(float (&d)[32], uint32_t a, uint32_t low_b) {
-  asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%36, %37};\n"
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" FX_NAMES_32
-               "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;\n}\n"
-               : FX_REGS_32
-               : "r"(a), "r"(a), "r"(0), "r"(0), "r"(low_b), "n"(kDescriptorHighOneGroup));
+#define FX_WGMMA_RS_ONE_GROUP(N, COUNT, A, ZERO, B, H) \
+  asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%" #B ", %" #H "};\n" \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" FX_NAMES_##COUNT \
+               "}, {%" #A ", %" #A ", %" #ZERO ", %" #ZERO "}, b, 1, 1, 1, 1;\n}\n" \
+               : FX_REGS_##COUNT \
+               : "r"(a), "r"(0), "r"(low_b), "n"(kDescriptorHighOneGroup))
+template <int kCount>
+__device__ __forceinline__ void wgmma_rs_one_group(float (&d)[kCount], uint32_t a, uint32_t low_b) {
+  if constexpr (kCount == 32) {
+    FX_WGMMA_RS_ONE_GROUP(64, 32, 32, 33, 34, 35);
+  } else {
+    static_assert(kCount == 64);
+    FX_WGMMA_RS_ONE_GROUP(128, 64, 64, 65, 66, 67);
+  }
 }
 
 // d (64 x 2 kCount, fp32) = or += A (64 x 16, registers) B (16 x 2 kCount), B K-major.
@@ -371,6 +379,7 @@ __device__ __forceinline__ void wgmma_ss_rows(float (&d)[kCount], uint32_t low_a
 #undef FX_WGMMA_SS
 #undef FX_WGMMA_RS
 #undef FX_WGMMA_RS_K
+#undef FX_WGMMA_RS_ONE_GROUP
 #undef FX_WGMMA_SS_TYPED
 #undef FX_WGMMA_RS_TYPED
 #undef FX_WGMMA_RS_K_TYPED

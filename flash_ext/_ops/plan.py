@@ -36,6 +36,7 @@ _CONSTRAINTS = (
     "gqa_splits",
     "q_splits",
     "fwd_block_m",
+    "wide_tiles",
     "dq_pool",
     "short_kernels",
 )

@@ -413,6 +413,11 @@ def row_calls() -> Iterator[RowCall]:
     for variant, option in (("drop", "dropout"), ("float_bias", "float_bias")):
         call = RowCall(f"sm90.fwd_mod.m192.{variant}", head_dim=64, options=(option,))
         yield from (call, dataclasses.replace(call, lengths=hides_rows, options=(option, "causal")))
+    for variant, option in (
+        ("slopes", "alibi"), ("cap", "softcap"), ("bias", "bias"), ("hide", "key_padding"),
+    ):  # fmt: skip
+        call = RowCall(f"sm90.fwd_mod.m192_wide.{variant}", head_dim=64, options=(option,))
+        yield from (call, dataclasses.replace(call, lengths=hides_rows, options=(option, "causal")))
     for head_dim in (64, 128):
         for mode in ("fp8", "mixed"):
             for more in ((), ("causal",), ("packed", "causal")):

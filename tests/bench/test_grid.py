@@ -87,6 +87,11 @@ def test_the_tables_follow_the_stored_grid() -> None:
     later = {
         "sm90.fwd_mod.m192.bias": ((64, 128), grid.SEQLENS),
         "sm90.fwd_mod.m128.bias": ((64,), grid.SEQLENS),
+        "sm90.fwd_mod.m192_wide.hide": ((64,), grid.SEQLENS),
+        "sm90.fwd_mod.m192_wide.slopes": ((64,), grid.SEQLENS),
+        "sm90.fwd_mod.m192_wide.cap": ((64,), grid.SEQLENS),
+        "sm90.fwd_mod.m192_wide.bias": ((64,), grid.SEQLENS),
+        "sm90.bwd_mod.fused_wide": ((64,), grid.SEQLENS),
         "sm90.fwd.m64": ((64,), grid.SEQLENS),
         "sm90.fwd.m192": ((96, 128), (64,)),
         "sm90.bwd.dq_stored": ((64,), (197, 256)),
@@ -99,7 +104,7 @@ def test_the_tables_follow_the_stored_grid() -> None:
             del times[shape]
     losses = [us / min(found.values()) for found in times.values()
               for (is_chosen, _), us in found.items() if is_chosen]  # fmt: skip
-    assert len(losses) == len(times) > 1720
+    assert len(losses) == len(times) > 1490
     assert grid.mean(losses) < 1.005
     assert sum(loss < grid.TOLERANCE for loss in losses) > 0.95 * len(losses)
 

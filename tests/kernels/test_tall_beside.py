@@ -66,7 +66,7 @@ def cases_of(row: str, mods: str, head_dim: int) -> list[Case]:
 
 
 def asking(target: Target) -> Target:
-    return target.asking(fwd_block_m=192, kv_splits=0)
+    return target.asking(fwd_block_m=192, wide_tiles=0, kv_splits=0)
 
 
 @pytest.mark.parametrize(("row", "mods"), [x for x in CALLS if x[0] != LOOSE and "blocks" not in x[1]])

@@ -115,7 +115,7 @@ struct BwdChunk {
 // (bwd_split/kernel.cuh).
 enum class ScoreKind { kHiding, kAdding, kAddingFloat, kCapping, kDropping, kAddingDropping, kPlain };
 
-template <typename E, int D, ScoreKind kKind>
+template <typename E, int D, ScoreKind kKind, bool kIsIndependent = false>
 struct BwdModTraits {
   using Element = E;
   static constexpr bool kCaps = kKind == ScoreKind::kCapping;
@@ -125,14 +125,20 @@ struct BwdModTraits {
   // Draws take a loader longer than a step: consumers make them, where there is room to exchange them.
   static constexpr bool kLoadersDraw = kKind == ScoreKind::kAddingDropping, kConsumersDraw = kDrops && !kLoadersDraw;
   static constexpr int kHeadDim = D;
-  static constexpr BwdModTile kModTile = bwd_mod_tile(D, kFloatBias);
+  static constexpr bool kIndependent = kIsIndependent;
+  static constexpr BwdModTile kModTile = kIndependent
+                                             ? wide_bwd_mod_tile(kAdds ? BesideScores::kBias : BesideScores::kWords)
+                                             : bwd_mod_tile(D, kFloatBias);
+  static_assert(!kIndependent || (D == kWideModHeadDim && !kFloatBias));
   static constexpr BwdTile kTile = kModTile.plain();
-  static constexpr int kBlockM = BwdModTile::kBlockM, kBlockN = BwdModTile::kBlockN, kThreads = BwdModTile::kThreads;
+  static constexpr int kBlockM = BwdModTile::kBlockM, kBlockN = kModTile.block_n(), kThreads = BwdModTile::kThreads;
   static constexpr bool kByQueries = false;
   static constexpr int kOwnRows = kBlockN, kStatRows = kBlockM;  // of a work tile; of a tile in the workspace
   static constexpr int kStages = kTile.stages, kChunks = chunks_of(D), kConsumerWarps = 8;
-  // The scheduler, which classifies tiles, does not fit 40.
-  static constexpr int kConsumerRegs = 224, kProducerRegs = 56;
+  // The scheduler, which classifies tiles, does not fit 40. Independent consumers need more than 224: it then keeps some in
+  // memory, as the loaders do.
+  static constexpr int kConsumerRegs = !kIndependent ? 224 : kKind == ScoreKind::kHiding ? 232 : 240;
+  static constexpr int kProducerRegs = ptx::kRegisterBudget<3> - 2 * kConsumerRegs;
   static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D), kDsBytes = BwdTile::kDsBytes;
   static constexpr int kVAt = kKvBytes, kQAt = 2 * kKvBytes, kDoutAt = kQAt + kStages * kQBytes;
   static constexpr int kDsAt = kDoutAt + kStages * kQBytes, kDsStages = kModTile.ds_stages;
@@ -141,16 +147,17 @@ struct BwdModTraits {
   static constexpr int kStatsAt = kStagingAt + kTile.staging_bytes(), kStatsBytes = kBlockM * 8;
   static constexpr int kSharedAt = kStatsAt + kTile.stats_bytes(), kSmemBytes = kModTile.smem_bytes(D);
   static constexpr int kWorkStages = 2, kChunkStages = 2;
-  static constexpr int kSteps = 2 * kStages;  // consumers look back by one
+  static constexpr int kSteps = kIndependent ? kStages : 2 * kStages;  // cooperating consumers look back by one
   // Steps whose mask words have a place: those of a step are made during the two steps before it. Where a bias has
   // taken the place that others have for them there is one, for visible scores, then dropped ones.
-  static constexpr int kMaskStages = kAdds ? 1 : 4, kMaskWordBytes = 4 * 32 * kConsumerWarps;
+  static constexpr int kMaskStages = kAdds ? 1 : 4, kMaskWordBytes = 4 * 32 * kBlockN / 16;
+  static constexpr int kBiasPlaces = kIndependent ? 4 : 1;  // each for so many of a tile's keys
   // Whether words hide what lies behind the ends of sequences. With one place for words that is slow for few keys, so
   // consumers do it; at head_dim 128, and beside dropout, that would spill. Evidence: fused-bwd-mod.
   static constexpr bool kMakersHideEnds = !kAdds || kDrops || D > 64;
   // Tiles left to load when the next work tile is fetched: its tiles must be classified first.
   static constexpr int kFetchAhead = 6;
-  static_assert(kTile.staging_bytes() == BwdModTile::kStagingBytes && kBiasAt % 1024 == 0);
+  static_assert(kBiasAt % 1024 == 0);
 };
 
 // What a consumer thread is told of its scores: score i is bit bit_of_score(i) of a word.
@@ -165,7 +172,7 @@ struct ModKeyShared {
   BwdChunk chunks[T::kChunkStages];
   BwdStep steps[T::kSteps];
   HeadDistances distances[T::kStages];  // of the heads of the steps there, in units of log2
-  uint32_t index;           // the scheduler's present one
+  uint32_t index;  // the scheduler's present one
   int work_tiles_found, chunks_found;
   unsigned char split[T::kWorkStages];  // of the steps of a block of keys, that a work tile has
   alignas(4) unsigned char only_mask_words[T::kAdds ? T::kMaskWordBytes : 4];
@@ -183,7 +190,8 @@ struct ModKeyShared {
 template <typename T>
 struct ModKeyBarriers {
   static constexpr int kKeys = 0, kQ = kKeys + 4, kDout = kQ + 2 * T::kStages, kWork = kDout + 2 * T::kStages;
-  static constexpr int kChunk = kWork + 2 * T::kWorkStages, kBias = kChunk + 2 * T::kChunkStages, kMask = kBias + 2;
+  static constexpr int kChunk = kWork + 2 * T::kWorkStages, kBias = kChunk + 2 * T::kChunkStages,
+                       kMask = kBias + 2 * T::kBiasPlaces;
   static constexpr int kDs = kMask + 2 * T::kMaskStages;
   static constexpr int kDsEmpty = kDs + T::kDsStages, kDsEmptyCount = T::kDsStages == 2 ? 2 : 0;
   static constexpr int kEnding = kDsEmpty + kDsEmptyCount, kCount = kEnding + 1;
@@ -204,8 +212,8 @@ struct ModKeyBarriers {
   __device__ uint32_t work_empty(int stage) const { return at(kWork + T::kWorkStages + stage); }
   __device__ uint32_t chunk_full(int stage) const { return at(kChunk + stage); }
   __device__ uint32_t chunk_empty(int stage) const { return at(kChunk + T::kChunkStages + stage); }
-  __device__ uint32_t bias_full() const { return at(kBias); }
-  __device__ uint32_t bias_empty() const { return at(kBias + 1); }
+  __device__ uint32_t bias_full(int place = 0) const { return at(kBias + place); }
+  __device__ uint32_t bias_empty(int place = 0) const { return at(kBias + T::kBiasPlaces + place); }
   __device__ uint32_t mask_full(int stage) const { return at(kMask + stage); }
   __device__ uint32_t mask_empty(int stage) const { return at(kMask + T::kMaskStages + stage); }
   __device__ uint32_t ds_full(int stage) const { return at(kDs + stage); }
@@ -219,7 +227,7 @@ struct ModKeyBarriers {
     init_pairs(at(kDout), T::kStages, 1, T::kConsumerWarps);
     init_pairs(at(kWork), T::kWorkStages, 1, T::kConsumerWarps + kLoaders);
     init_pairs(at(kChunk), T::kChunkStages, 1, kLoaders);
-    init_pairs(at(kBias), 1, 1, T::kConsumerWarps);
+    init_pairs(at(kBias), T::kBiasPlaces, 1, T::kIndependent ? T::kConsumerWarps / 2 : T::kConsumerWarps);
     init_pairs(at(kMask), T::kMaskStages, ModKeyShared<T>::kMaskMakers, T::kConsumerWarps);
     for (int i = 0; i < T::kDsStages; ++i) ptx::mbarrier_init(ds_full(i), T::kConsumerWarps);
     for (int i = 0; i < kDsEmptyCount; ++i) ptx::mbarrier_init(ds_empty(i), T::kConsumerWarps);

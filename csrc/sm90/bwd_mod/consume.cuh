@@ -139,65 +139,19 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     free_mask_words();
     return word;
   };
-  // s = P; with a softcap its tanh, because weights wait for dP, where both have registers.
-  const auto form_weights = [&](float (&s)[32], [[maybe_unused]] const float (&key_bias)[2], uint32_t visible) {
-    if constexpr (T::kCaps) {
-      take_tanh(s, a.cap);
-      return;
-    } else if constexpr (T::kAdds) {
-      if (T::kDrops || a.adds_to_keys) {  // both would not fit the registers
-        const HeadDistances& distances = shared.distances[stage()];
-        const KeyAdditions additions = additions_of(score_mod(), first_query(), first_key(), distances, key_bias);
-        add_to_keys(s, additions, stats(), a.unit);
-        if (__any_sync(ptx::kFullWarp, additions.bends)) {
-          auto& blocks = reinterpret_cast<float (&)[1][8][4]>(s);
-          distances.template add_bent<true>(blocks, m.by_distance, score_mod().seq.b, score_mod().h,
-                                            first_distance<true>(first_query() + score_mod().shift(), first_key()),
-                                            kLog2e);
-        }
+  const StepView view{score_mod, first_query, first_key, stats,
+                      [&]() -> const HeadDistances& { return shared.distances[stage()]; }};
+  const auto form_weights = [&](float (&s)[32], const float (&key_bias)[2], uint32_t visible) {
+    weights_of_scores<T>(s, a, view, key_bias, visible, [&](float (&s)[32]) {
+      wait(bars.bias_full(), steps() % 2);
+      if (T::kFloatBias && m.bias.is_float) {
+        add_brought_float_bias(s, smem + T::kBiasAt + group_of() * 2 * kM * 128, warp_of());
       } else {
-        to_log2(s, stats(), a.unit);
+        add_brought_bias<E>(s, smem + T::kBiasAt + group_of() * kM * 128, warp_of());
       }
-      if (a.brings_bias) {
-        wait(bars.bias_full(), steps() % 2);
-        if (T::kFloatBias && m.bias.is_float) {
-          add_brought_float_bias(s, smem + T::kBiasAt + group_of() * 2 * kM * 128, warp_of());
-        } else {
-          add_brought_bias<E>(s, smem + T::kBiasAt + group_of() * kM * 128, warp_of());
-        }
-        __syncwarp();
-        arrive(bars.bias_empty());
-      }
-      exponentiate(s);
-    } else {
-      scores_to_weights(s, stats(), a.unit);
-    }
-    if (__any_sync(ptx::kFullWarp, visible != ~0u)) hide_weights(s, visible);
-  };
-  // dp = dS, s = P with 0 where dropout hit it.
-  const auto form_gradients = [&](float (&s)[32], float (&dp)[32], uint32_t visible, uint32_t dropped) {
-    if constexpr (T::kCaps) {
-      weights_of_tanh(s, dp, stats(), a.unit);
-      if (!__any_sync(ptx::kFullWarp, visible != ~0u)) return;
-      hide_weights(s, visible);
-      hide_weights(dp, visible);
-    } else if constexpr (!T::kDrops) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) dp[i] *= s[i];
-    } else {
-      const float* minus_delta = stats() + kM;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float2 x = *reinterpret_cast<const float2*>(minus_delta + 8 * j);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const bool is_dropped = (dropped >> (T::kLoadersDraw ? bit_of_score(4 * j + i) : 4 * j + i) & 1) != 0;
-          const float minus = i % 2 == 0 ? x.x : x.y, kept = fmaf(dp[4 * j + i], m.keep_scale, minus);
-          dp[4 * j + i] = s[4 * j + i] * (is_dropped ? minus : kept);
-          s[4 * j + i] = is_dropped ? 0.f : s[4 * j + i];
-        }
-      }
-    }
+      __syncwarp();
+      arrive(bars.bias_empty());
+    });
   };
   const auto step = [&] {
     float s[32], dp[32], dq[kDqCount];
@@ -237,7 +191,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::wgmma_wait<0>();
     ptx::warpgroup_fence_operand(dp);
     if constexpr (T::kLoadersDraw) dropped = dropped_scores();
-    form_gradients(s, dp, visible, dropped);
+    gradients_of_scores<T>(s, dp, a, stats(), visible, dropped);
     if constexpr (T::kAdds && !T::kDrops) {  // beside dropout that would spill at head_dim 128
       if (a.key_sums.to != nullptr) {
         const int head = work_of().first_head + now().head();

@@ -16,6 +16,7 @@
 
 #include "../core/roles.cuh"
 #include "consume.cuh"
+#include "consume_independent.cuh"
 #include "produce.cuh"
 
 namespace flash_ext::sm90 {
@@ -32,7 +33,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   };
   run_cta<T, ModKeyShared<T>, ModKeyBarriers<T>>(
       T::kSharedAt, 0, [](const auto&) { ptx::allow_next_kernel(), ptx::wait_for_kernel_before(); }, produce,
-      [&](const auto& cta, int) { consume_mod_keys<T>(a, cta.smem, cta.bytes, *cta.shared, cta.bars); });
+      [&](const auto& cta, int group) {
+        if constexpr (T::kIndependent) {
+          consume_mod_independent<T>(a, cta.smem, cta.bytes, *cta.shared, cta.bars, group - 1);
+        } else {
+          consume_mod_keys<T>(a, cta.smem, cta.bytes, *cta.shared, cta.bars);
+        }
+      });
 }
 
 }  // namespace flash_ext::sm90

@@ -63,6 +63,17 @@ std::string launch_bwd_fused_mod_as(const BwdCall& c, const Launch& l) {
 
 template <typename E, int D>
 std::string launch_bwd_fused_mod_kind(const BwdCall& c, const Launch& l) {
+  if constexpr (D == kWideModHeadDim) {
+    if (l.block_n == wide_bwd_mod_tile(BesideScores::kWords).block_n()) {
+      switch (l.variant) {
+        case ScoreVariant::kCap: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kCapping, true>>(c, l);
+        case ScoreVariant::kDrop: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kDropping, true>>(c, l);
+        case ScoreVariant::kAdd: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kAdding, true>>(c, l);
+        case ScoreVariant::kHide: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kHiding, true>>(c, l);
+        default: return not_compiled(l);
+      }
+    }
+  }
   switch (l.variant) {
     case ScoreVariant::kCap: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kCapping>>(c, l);
     case ScoreVariant::kAddDrop: return launch_bwd_fused_mod_as<BwdModTraits<E, D, ScoreKind::kAddingDropping>>(c, l);

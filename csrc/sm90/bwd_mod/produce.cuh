@@ -32,7 +32,7 @@ __device__ __forceinline__ bool make_bwd_work(const Args& a, uint32_t index, Bwd
   return true;
 }
 
-// Two lanes classify a tile, one for each warpgroup's 64 keys or queries: both get the bits of a step, or 0 where both
+// Two lanes classify a tile, one for each warpgroup's keys or queries: both get the bits of a step, or 0 where both
 // skip the tile. A work tile of 64 keys has the same tests twice.
 //
 // Where consumers hide keys behind a sequence's last one, rows behind its last one ask for no test either: their lse makes
@@ -40,14 +40,14 @@ __device__ __forceinline__ bool make_bwd_work(const Args& a, uint32_t index, Bwd
 template <typename T>
 __device__ __forceinline__ uint32_t classify_bwd_tile(const ScoreMod& score_mod, int block, int tile, int lane) {
   constexpr uint32_t kBothSkip = (kSkipped * 0x11) << kKeyTestsAt, kListedStep = 1u << 31;
-  constexpr int kGroups = T::kOwnRows / 64;
+  constexpr int kGroupRows = T::kOwnRows > 128 ? T::kOwnRows / 2 : 64, kGroups = T::kOwnRows / kGroupRows;
   const int group = lane % 2, own = block * kGroups + (kGroups == 2 ? group : 0);
   TileTests tests = kSkipTile;
   if constexpr (T::kByQueries) {
     if (tile >= 0 && own * 64 < score_mod.seq.seqlen_q) tests = score_mod.template classify<64, T::kBlockN>(own, tile);
-  } else if (tile >= 0 && own * 64 < score_mod.seq.seqlen_k) {
+  } else if (tile >= 0 && own * kGroupRows < score_mod.seq.seqlen_k) {
     constexpr bool kEnds = T::kMakersHideEnds;
-    tests = score_mod.template classify<T::kBlockM, 64, 1, kEnds, kEnds>(tile, own);
+    tests = score_mod.template classify<T::kBlockM, kGroupRows, 1, kEnds, kEnds>(tile, own);
     if constexpr (!kEnds) {
       const bool rows_end = (tile + 1) * T::kBlockM > score_mod.seq.seqlen_q;
       if (tests == 0 && rows_end && score_mod.m.by_distance.may_be_nan()) tests = kTestInterval;
@@ -205,12 +205,15 @@ __device__ __forceinline__ void for_bwd_steps(const Shared& shared, Bars bars, c
 }
 
 // What a loader does for the consumers beside its loads: mask words of up to kParts parts of 32 queries and 32 keys, of
-// 8 or, in a work tile of 64 keys, of 4. Two parts cover a tile along what the work tile walks.
+// 16, 8 or 4 in a work tile of 256, 128 or 64 keys. Two parts cover a tile along what the work tile walks.
 template <typename T>
 class MaskWordMaker {
  public:
-  static constexpr int kAllParts = T::kOwnRows / 16, kParts = kAllParts == 8 ? 3 : 2;
-  static_assert(kAllParts == 8 || kAllParts == 4);
+  static constexpr int kAllParts = T::kOwnRows / 16, kParts = (kAllParts + 2) / 3;
+  static constexpr int kGroupParts = kAllParts > 8 ? kAllParts / 2 : 4;  // of a warpgroup
+  static constexpr int kAtOnce = kParts < 3 ? kParts : 3,
+                       kRounds = kParts / kAtOnce;  // parts whose words are asked for at once
+  static_assert(kAllParts == 16 || kAllParts == 8 || kAllParts == 4);
   __device__ explicit MaskWordMaker(int loader) : loader_(loader) {}
   __device__ __forceinline__ void begin_work() { head_ = -1; }
 
@@ -225,7 +228,7 @@ class MaskWordMaker {
     const auto col_of = [&](int part) {
       return T::kByQueries ? step.block * T::kBlockN + part % 2 * 32 : work.w.block * T::kBlockN + part / 2 * 32;
     };
-    const auto tests_of = [&](int part) { return static_cast<TileTests>(step.tests(part / 4)); };
+    const auto tests_of = [&](int part) { return static_cast<TileTests>(step.tests(part / kGroupParts)); };
     const auto wait_for_stage = [&] { wait(bars.mask_empty(mask_ring_.stage), mask_ring_.phase); };
     const auto hand_over = [&] {
       __syncwarp();
@@ -239,28 +242,32 @@ class MaskWordMaker {
       to[64] = static_cast<uint16_t>(bits >> 16);
     };
     if (__any_sync(ptx::kFullWarp, step.has_tests())) {
-      uint32_t of_row[kParts];
+#pragma unroll 1
+      for (int round = 0; round < kRounds; ++round) {
+        const int first = first_part() + round * kAtOnce;
+        uint32_t of_row[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-        const int part = min(first_part() + i, kAllParts - 1);
-        of_row[i] = mask_word(score_mod, row_of(part) + ptx::fresh_lane(), col_of(part), tests_of(part));
-      }
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int part = min(first + i, kAllParts - 1);
+          of_row[i] = mask_word(score_mod, row_of(part) + ptx::fresh_lane(), col_of(part), tests_of(part));
+        }
 #pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-        const int part = first_part() + i;
-        if (part == end_part()) break;
-        const uint32_t tests = tests_of(part);
-        uint32_t visible = ~0u;
-        if (__any_sync(ptx::kFullWarp, (tests & (kTestInterval | kTestRows)) != 0)) {
-          const int row = row_of(part) + ptx::fresh_lane();
-          visible =
-              MaskWordLayout<T::kByQueries>::of_rows(row_word(of_row[i], score_mod, row, col_of(part), tests_of(part)));
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int part = first + i;
+          if (part >= end_part()) break;
+          const uint32_t tests = tests_of(part);
+          uint32_t visible = ~0u;
+          if (__any_sync(ptx::kFullWarp, (tests & (kTestInterval | kTestRows)) != 0)) {
+            const int row = row_of(part) + ptx::fresh_lane();
+            visible = MaskWordLayout<T::kByQueries>::of_rows(
+                row_word(of_row[i], score_mod, row, col_of(part), tests_of(part)));
+          }
+          if (__any_sync(ptx::kFullWarp, (tests & kTestKeys) != 0)) {
+            visible &= bits_by_keys<T::kByQueries>(score_mod, row_of(part), col_of(part));
+          }
+          wait_for_stage();
+          put(WordKind::kVisible, part, visible);
         }
-        if (__any_sync(ptx::kFullWarp, (tests & kTestKeys) != 0)) {
-          visible &= bits_by_keys<T::kByQueries>(score_mod, row_of(part), col_of(part));
-        }
-        wait_for_stage();
-        put(WordKind::kVisible, part, visible);
       }
       hand_over();
     }
@@ -282,12 +289,12 @@ class MaskWordMaker {
   }
 
  private:
-  // Three, three and two of 8; two, one and one of 4.
+  // Six, six and four of 16; three, three and two of 8; two, one and one of 4.
   __device__ __forceinline__ int first_part() const {
-    return kAllParts == 8 ? kParts * loader_ : loader_ == 0 ? 0 : loader_ + 1;
+    return kAllParts > 4 ? kParts * loader_ : loader_ == 0 ? 0 : loader_ + 1;
   }
   __device__ __forceinline__ int end_part() const {
-    return kAllParts == 8 ? min(kParts * (loader_ + 1), 8) : loader_ + 2;
+    return kAllParts > 4 ? min(kParts * (loader_ + 1), kAllParts) : loader_ + 2;
   }
 
   int loader_, head_ = -1;
@@ -321,17 +328,21 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
     k_place ^= 1;
   };
   const auto load_bias = [&](const BwdModWorkTile& work, const BwdStep& step) {
-    wait(bars.bias_empty(), bias_phase);
-    bias_phase ^= 1;
-    if (!is_first_lane()) return;
-    const int boxes = T::kBlockN / (a.m.bias.is_float ? 32 : 64);
-    ptx::mbarrier_arrive_expect_tx(bars.bias_full(), boxes * T::kBlockM * 128);
+    constexpr int kKeys = T::kBlockN / T::kBiasPlaces;  // of a place
+    const int boxes = kKeys / (a.m.bias.is_float ? 32 : 64);
 #pragma unroll 1
-    for (int i = 0; i < boxes; ++i) {
-      ptx::tma_load_5d(smem + T::kBiasAt + i * T::kBlockM * 128, &maps.bias, bars.bias_full(),
-                       work.w.block * T::kBlockN + T::kBlockN / boxes * i, step.block * T::kBlockM,
-                       (work.first_head + step.head()) * a.bias_steps.head, work.seq.b * a.bias_steps.batch, 0);
+    for (int place = 0; place < T::kBiasPlaces; ++place) {
+      wait(bars.bias_empty(place), bias_phase);
+      if (!is_first_lane()) continue;
+      ptx::mbarrier_arrive_expect_tx(bars.bias_full(place), boxes * T::kBlockM * 128);
+#pragma unroll 1
+      for (int i = 0; i < boxes; ++i) {
+        ptx::tma_load_5d(smem + T::kBiasAt + (place * boxes + i) * T::kBlockM * 128, &maps.bias, bars.bias_full(place),
+                         work.w.block * T::kBlockN + place * kKeys + kKeys / boxes * i, step.block * T::kBlockM,
+                         (work.first_head + step.head()) * a.bias_steps.head, work.seq.b * a.bias_steps.batch, 0);
+      }
     }
+    bias_phase ^= 1;
   };
   const auto queries_at = [&](const BwdModWorkTile& work, const BwdStep& step) {
     return row_coordinates(p, work.w.q, work.w.b, step.block * T::kBlockM);
@@ -359,7 +370,7 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
       if (dynamic && is_ending) ptx::mbarrier_arrive(bars.work_ending());
     }
     --stale;
-    step_place = stage_of(step_place + 1, T::kSteps);
+    if (++step_place == T::kSteps) step_place = 0;
     ring.advance();
   };
   const auto load_dout = [&](const BwdModWorkTile& work, const BwdStep& step) {

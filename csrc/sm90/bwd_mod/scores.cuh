@@ -249,4 +249,75 @@ __device__ __forceinline__ void hide_weights(float (&s)[kCount], uint32_t visibl
   for (int i = 0; i < kCount; ++i) s[i] = (visible >> bit_of_score(i) & 1) != 0 ? s[i] : 0.f;
 }
 
+// Where a step's scores are: what functions of it ask for when they need it, because registers are short.
+template <typename ScoreModOf, typename Query, typename Key, typename Stats, typename Distances>
+struct StepView {
+  ScoreModOf score_mod;
+  Query first_query;
+  Key first_key;  // of the warp
+  Stats stats;  // -lse of a thread's queries, -delta 64 further
+  Distances distances;
+};
+template <typename... Parts>
+StepView(Parts...) -> StepView<Parts...>;
+
+// s = P; with a softcap its tanh, because weights wait for dP, where both have registers. add_brought(s): what TMA brings.
+template <typename T, typename View, typename AddBrought>
+__device__ __forceinline__ void weights_of_scores(float (&s)[32], const BwdModArgs& a, const View& at,
+                                                  [[maybe_unused]] const float (&key_bias)[2], uint32_t visible,
+                                                  [[maybe_unused]] const AddBrought& add_brought) {
+  if constexpr (T::kCaps) {
+    take_tanh(s, a.cap);
+    return;
+  } else if constexpr (T::kAdds) {
+    if (T::kDrops || a.adds_to_keys) {  // both would not fit the registers
+      const HeadDistances& distances = at.distances();
+      const KeyAdditions additions =
+          additions_of(at.score_mod(), at.first_query(), at.first_key(), distances, key_bias);
+      add_to_keys(s, additions, at.stats(), a.unit);
+      if (__any_sync(ptx::kFullWarp, additions.bends)) {
+        auto& blocks = reinterpret_cast<float (&)[1][8][4]>(s);
+        distances.template add_bent<true>(
+            blocks, a.m.by_distance, at.score_mod().seq.b, at.score_mod().h,
+            first_distance<true>(at.first_query() + at.score_mod().shift(), at.first_key()), kLog2e);
+      }
+    } else {
+      to_log2(s, at.stats(), a.unit);
+    }
+    if (a.brings_bias) add_brought(s);
+    exponentiate(s);
+  } else {
+    scores_to_weights(s, at.stats(), a.unit);
+  }
+  if (__any_sync(ptx::kFullWarp, visible != ~0u)) hide_weights(s, visible);
+}
+
+// dp = dS, s = P with 0 where dropout hit it.
+template <typename T>
+__device__ __forceinline__ void gradients_of_scores(float (&s)[32], float (&dp)[32], const BwdModArgs& a,
+                                                    const float* stats, uint32_t visible, uint32_t dropped) {
+  if constexpr (T::kCaps) {
+    weights_of_tanh(s, dp, stats, a.unit);
+    if (!__any_sync(ptx::kFullWarp, visible != ~0u)) return;
+    hide_weights(s, visible);
+    hide_weights(dp, visible);
+  } else if constexpr (!T::kDrops) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) dp[i] *= s[i];
+  } else {
+    const float* minus_delta = stats + T::kBlockM;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 x = *reinterpret_cast<const float2*>(minus_delta + 8 * j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool is_dropped = (dropped >> (T::kLoadersDraw ? bit_of_score(4 * j + i) : 4 * j + i) & 1) != 0;
+        const float minus = i % 2 == 0 ? x.x : x.y, kept = fmaf(dp[4 * j + i], a.m.keep_scale, minus);
+        dp[4 * j + i] = s[4 * j + i] * (is_dropped ? minus : kept);
+        s[4 * j + i] = is_dropped ? 0.f : s[4 * j + i];
+      }
+    }
+  }
+}
+
 }  // namespace flash_ext::sm90

@@ -7,17 +7,18 @@
 
 namespace flash_ext::sm90 {
 
-// As the plain backward whose warpgroups cooperate: 128 keys, 64 each.
+// As the plain backward: warpgroups cooperate on 128 keys, 64 each, or (`independent`) have 128 keys each.
 struct BwdModTile {
   int stages;  // tiles of Q and of dO in the ring
   int ds_stages;
   int bias_bytes;  // of a tile of a bias, or of the mask words that stand in its place
+  bool independent = false;
 
-  static constexpr int kBlockM = 64, kBlockN = 128, kThreads = 384, kScores = kBlockM * kBlockN;
-  static constexpr int kStagingBytes = 8 * 4096;  // for each consumer warp 32 floats a lane
-  constexpr int control_bytes() const { return stages > 2 ? 3072 : 2048; }
-  constexpr BwdTile plain() const { return {false, stages, true}; }
-  constexpr int ds_bytes() const { return ds_stages * BwdTile::kDsBytes; }
+  static constexpr int kBlockM = 64, kThreads = 384;
+  constexpr int block_n() const { return independent ? 256 : 128; }
+  constexpr int control_bytes() const { return (stages > 2 ? 3072 : 2048) + (independent ? 2048 : 0); }
+  constexpr BwdTile plain() const { return {independent, stages, !independent}; }
+  constexpr int ds_bytes() const { return (independent ? 2 : 1) * ds_stages * BwdTile::kDsBytes; }
   constexpr int smem_bytes(int d) const {
     return plain().smem_bytes(d) - plain().converting_bytes() - plain().ds_bytes() - BwdTile::kControlBytes +
            ds_bytes() + bias_bytes + control_bytes();
@@ -26,12 +27,22 @@ struct BwdModTile {
 
 // `float_bias`: of kernels that take one in fp32. At head_dim 128 it has the place of the third dS.
 constexpr BwdModTile bwd_mod_tile(int d, bool float_bias) {
-  return {d <= 64 ? 4 : 2, float_bias && d > 64 ? 2 : 3, BwdModTile::kScores * (float_bias ? 4 : 2)};
+  return {d <= 64 ? 4 : 2, float_bias && d > 64 ? 2 : 3, 64 * 128 * (float_bias ? 4 : 2)};
+}
+// Of independent warpgroups, with what is beside the scores.
+inline constexpr int kWideModHeadDim = 64;
+enum class BesideScores { kWords, kBias };
+constexpr BwdModTile wide_bwd_mod_tile(BesideScores beside) {
+  constexpr int kScores = 64 * 256;
+  if (beside == BesideScores::kWords) return {4, 2, kScores, true};
+  return {3, 2, 2 * kScores, true};
 }
 
 constexpr bool bwd_mod_tile_fits(int d, bool float_bias) {
   return bwd_mod_tile(d, float_bias).smem_bytes(d) <= kSmemLimitLarge;
 }
+static_assert(wide_bwd_mod_tile(BesideScores::kWords).smem_bytes(64) <= kSmemLimitLarge &&
+              wide_bwd_mod_tile(BesideScores::kBias).smem_bytes(64) <= kSmemLimitLarge);
 static_assert(bwd_mod_tile_fits(64, true) && bwd_mod_tile_fits(64, false) && bwd_mod_tile_fits(128, true) &&
               bwd_mod_tile_fits(128, false));
 

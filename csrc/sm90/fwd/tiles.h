@@ -75,7 +75,7 @@ struct FwdModTile {
 
   static constexpr int kPartKeys = 64;
 
-  constexpr int control_bytes() const { return kv_stages > 5 ? 4096 : 3072; }
+  constexpr int control_bytes() const { return kv_stages > 5 ? 5120 : 3072; }
   constexpr FwdTile plain() const { return {block_n, consumers, kv_stages, q_stages}; }
   constexpr int staging_bytes(int dv) const { return staged ? plain().staging_bytes(dv) : 0; }
   // Of a place.
@@ -109,39 +109,42 @@ constexpr FwdModTile float_bias_tile(int d) {
   return bias_in_parts_tile(d, d <= 64 ? 3 : 2, 4 * FwdModTile::kPartKeys);
 }
 
-// Tiles as high as those of the plain kernel, for masks that leave most of them whole: see prefers_m192().
+// Tiles as high as those of the plain kernel, for masks that leave most of them whole: see prefers_m192(). `wide`: of 128 keys,
+// as the plain kernel has them at head_dim 64 (prefers_wide_tiles()), else of 64.
 constexpr bool has_m192(int d) { return d == 64 || d == 128; }
-constexpr FwdModTile m192_mod_tile(int d) {
+constexpr bool has_wide_m192(int d) { return d == 64; }
+constexpr FwdModTile m192_mod_tile(int d, bool wide) {
   const FwdTile t = fwd_tile(d, d);
-  return {64, t.kv_stages, t.q_stages, true, false, t.consumers, 0};
+  return {wide ? 128 : 64, t.kv_stages, t.q_stages, true, false, t.consumers, 0};
 }
 
 // The same with places for what stands beside the scores of 64 keys, which take the room of one of Q or of K and V where that is
 // short. Evidence: masked-m192.
-constexpr FwdModTile m192_tile_beside(int d, int places, int pitch) {
-  FwdModTile t = m192_mod_tile(d);
+constexpr FwdModTile m192_tile_beside(int d, bool wide, int places, int pitch) {
+  FwdModTile t = m192_mod_tile(d, wide);
   t.bias_has_place = true, t.bias_places = places, t.part_pitch = pitch;
   return t;
 }
-constexpr FwdModTile m192_bias_tile(int d) {
-  FwdModTile t = m192_tile_beside(d, d <= 64 ? 3 : 2, 0);
+constexpr FwdModTile m192_bias_tile(int d, bool wide) {
+  FwdModTile t = m192_tile_beside(d, wide, d <= 64 ? 3 : 2, 2 * FwdModTile::kPartKeys);
   if (d > 64) t.q_stages = 1;
+  if (wide) t.kv_stages = 4;
   return t;
 }
 constexpr FwdModTile m192_loose_bias_tile(int d) {
-  FwdModTile t = m192_tile_beside(d, d <= 64 ? 3 : 2, kLoosePitch);
+  FwdModTile t = m192_tile_beside(d, false, d <= 64 ? 3 : 2, kLoosePitch);
   if (d > 64) t.kv_stages = 4, t.q_stages = 1;
   return t;
 }
 // At head_dim 128 lower tiles are as fast.
 constexpr bool has_m192_float_bias(int d) { return d == 64; }
 constexpr FwdModTile m192_float_bias_tile(int d) {
-  FwdModTile t = m192_tile_beside(d, 2, 4 * FwdModTile::kPartKeys);
+  FwdModTile t = m192_tile_beside(d, false, 2, 4 * FwdModTile::kPartKeys);
   t.q_stages = 1;
   return t;
 }
 constexpr FwdModTile m192_words_tile(int d) {
-  FwdModTile t = m192_tile_beside(d, 4, 8);
+  FwdModTile t = m192_tile_beside(d, has_wide_m192(d), 4, 8);
   if (d > 64) t.kv_stages = 4;
   return t;
 }
@@ -152,8 +155,10 @@ constexpr bool tiles_fit() {
     if (fwd_mod_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
   }
   for (int d : {64, 128}) {
-    if (m192_mod_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
-    if (m192_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
+    for (bool wide : {false, has_wide_m192(d)}) {
+      if (m192_mod_tile(d, wide).smem_bytes(d, d) > kSmemLimitLarge) return false;
+      if (m192_bias_tile(d, wide).smem_bytes(d, d) > kSmemLimitLarge) return false;
+    }
     if (m192_loose_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
     if (m192_words_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
     if (has_m192_float_bias(d) && m192_float_bias_tile(d).smem_bytes(d, d) > kSmemLimitLarge) return false;
@@ -189,7 +194,5 @@ inline int staged_bias_rows(const BiasView& x, const Problem& p, int block_m) {
   if (x.row_stride != 0) return block_m;
   return x.rows >= (p.is_varlen() ? p.total_q : p.seqlen_q) ? 1 : 0;
 }
-
-constexpr bool has_m192_changes(int d) { return has_m192(d); }
 
 }  // namespace flash_ext::sm90

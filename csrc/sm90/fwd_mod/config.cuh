@@ -129,7 +129,8 @@ struct Chunk {
 // units of log2 and less the maxima there are.
 enum class ScoreUnits { kRaw, kChanged, kExponents };
 
-template <typename E, int D, int Dv, FwdModKind Kind>
+// kWide: tiles of 192 queries have 128 keys.
+template <typename E, int D, int Dv, FwdModKind Kind, bool kIsWide = false>
 struct FwdModTraits {
   using Element = E;
   static constexpr FwdModKind kKind = Kind;
@@ -137,9 +138,10 @@ struct FwdModTraits {
   static constexpr bool kSlopesInProduct = Kind == FwdModKind::kM192Slopes;  // see fwd_mod/slopes.cuh
   static constexpr bool kLoose = Kind == FwdModKind::kLooseBias || Kind == FwdModKind::kM192LooseBias;
   static constexpr bool kFloat = Kind == FwdModKind::kFloatBias || Kind == FwdModKind::kM192FloatBias;
-  static constexpr bool kInParts = kLoose || kFloat;
-  static constexpr bool kBringsBias = Kind == FwdModKind::kBias || Kind == FwdModKind::kM192Bias || kInParts;
+  static constexpr bool kBringsBias = Kind == FwdModKind::kBias || Kind == FwdModKind::kM192Bias || kLoose || kFloat;
   static constexpr bool kBringsWords = Kind == FwdModKind::kM192Words, kBrings = kBringsBias || kBringsWords;
+  static constexpr bool kInParts =
+      kBrings && Kind != FwdModKind::kBias;  // what is beside the scores comes 64 keys at a time
   static constexpr bool kLoadsBeside = kM192 && kBrings;  // by a warp of its own
   static constexpr bool kMaySlope = Kind == FwdModKind::kExponents || kSlopesInProduct;
   static constexpr bool kDrops =
@@ -164,7 +166,7 @@ struct FwdModTraits {
     if (kBringsWords) return m192_words_tile(D);
     if (kLoose) return kM192 ? m192_loose_bias_tile(D) : loose_bias_tile(D);
     if (kFloat) return kM192 ? m192_float_bias_tile(D) : float_bias_tile(D);
-    if (kM192) return kBringsBias ? m192_bias_tile(D) : m192_mod_tile(D);
+    if (kM192) return kBringsBias ? m192_bias_tile(D, kIsWide) : m192_mod_tile(D, kIsWide);
     return fwd_mod_tile(D);
   }
   static constexpr FwdModTile kModTile = tile();
@@ -174,8 +176,11 @@ struct FwdModTraits {
   static constexpr bool kStaged = kModTile.staged;
   static constexpr int kChunkColumns = 64, kChunks = chunks_of(D), kChunksV = chunks_of(Dv),
                        kStagingChunks = kTile.staging_chunks(Dv);
-  // The scheduler, which classifies tiles, does not fit 40.
-  static constexpr int kConsumerRegs = kM192 ? 152 : 224, kProducerRegs = 56;
+  static constexpr bool kWide = kM192 && kBlockN == 128;
+  static_assert(kWide == kIsWide);
+  // The scheduler, which classifies tiles, does not fit 40. Where consumers need 160 it keeps some 100 bytes in memory, which
+  // tiles of 64 keys would cost more than: masked-m192.
+  static constexpr int kConsumerRegs = kWide ? 160 : kM192 ? 152 : 224, kProducerRegs = kWide ? 32 : 56;
   static constexpr int kClassifierLanes = kConsumers == 2 ? 2 : 4;  // lanes a tile, one for each warpgroup's rows
   static constexpr int kTilesAtOnce = 32 / kClassifierLanes;
   static_assert(kTilesAtOnce <= Chunk::kCapacity);
@@ -188,7 +193,7 @@ struct FwdModTraits {
   static constexpr int kBiasPieces = kInParts ? kBlockN / FwdModTile::kPartKeys : 1;  // of a tile
   static constexpr int kBiasEnd = kBiasAt + kBiasPlaces * kBiasBytes;
   static constexpr int kNumbersAt = kBiasEnd > kStagingEnd ? kBiasEnd : kStagingEnd;  // of keys, for slopes
-  static constexpr int kSharedAt = kNumbersAt + (kSlopesInProduct ? 1024 : 0);
+  static constexpr int kSharedAt = kNumbersAt + (kSlopesInProduct ? 16 * kBlockN : 0);
   static constexpr int kSmemBytes = kModTile.smem_bytes(D, Dv);
   // The scheduler writes work tile i + 1 when every consumer has asked Q of work tile i - 2 for its last scores; the
   // slowest may then still store the output of work tile i - 3. A power of 2, for the consumers' count.

@@ -33,7 +33,7 @@ struct MaskedConsumer {
     int ahead;
     uint32_t terms;
     RowBias bias;
-    BroughtWords words;
+    BroughtWords words[T::kBringsWords ? T::kBiasPieces : 1];
   };
 
   const FwdModArgs& a;
@@ -175,8 +175,11 @@ struct MaskedConsumer {
     if constexpr (T::kSlopesInProduct) beside.bias = bias_of_rows<kN>(a.m, work_at(work_tiles), beside.ahead);
     if constexpr (!T::kM192 && !T::kLateBits) beside.visible = find_visible(beside);
     if constexpr (T::kBringsWords) {
-      beside.words.load(wait_for_bias(0) + warp_row() * 8);
-      free_bias(0);
+#pragma unroll
+      for (int piece = 0; piece < T::kBiasPieces; ++piece) {
+        beside.words[piece].load(wait_for_bias(piece) + warp_row() * 8);
+        free_bias(piece);
+      }
     }
   }
   __device__ __forceinline__ ScoreBits<kN> find_visible(const Beside& beside) const {
@@ -194,7 +197,7 @@ struct MaskedConsumer {
     ptx::wgmma_fence();
     issue_qk<E, T::kHeadDim, T::kBlockM, kN>(s, q_low, k_low);
     if constexpr (T::kSlopesInProduct) {
-      ptx::wgmma_rs_one_group(s, beside.terms, uniform(descriptor_low(smem + T::kNumbersAt, 16)));
+      ptx::wgmma_rs_one_group(s, beside.terms, uniform(descriptor_low(smem + T::kNumbersAt, kNumberBytes)));
     }
     ptx::wgmma_commit();
     kv.advance();
@@ -229,11 +232,13 @@ struct MaskedConsumer {
       modify_scores<T>(x, a, score_mod(), row0, first_col() + part * kPartKeys, [&](float scale) {
         if constexpr (T::kInParts) {
           const uint32_t place = wait_for_bias(part);
-          if constexpr (T::kLoose) {
+          if constexpr (T::kFloat) {
+            add_staged_float_bias<T::kBlockM>(x, scale, place, warp_row());
+          } else if constexpr (T::kLoose) {
             const int keys = work_at(work_tiles).seq.seqlen_k - first_col() - part * kPartKeys;
             add_loose_bias<E>(x, scale, place, warp_row(), behind, keys);
           } else {
-            add_staged_float_bias<T::kBlockM>(x, scale, place, warp_row());
+            add_staged_bias<E>(x, scale, place, warp_row(), a.bias_rows == 1);
           }
           free_bias(part);
         } else {
@@ -275,7 +280,10 @@ struct MaskedConsumer {
   }
   __device__ __forceinline__ void hide(const Beside& beside) {
     if constexpr (T::kM192) {
-      if constexpr (T::kBringsWords) beside.words.hide(s, now.tests());
+      if constexpr (T::kBringsWords) {
+#pragma unroll
+        for (int part = 0; part < T::kBiasPieces; ++part) beside.words[part].hide(part_of(s, part), now.tests());
+      }
       const TileTests tests = T::kBringsWords ? now.tests() & ~kTestRows : now.tests();
       // The vote makes the branch warp-uniform; otherwise ptxas clones what follows.
       if (!__any_sync(ptx::kFullWarp, tests != 0)) return;

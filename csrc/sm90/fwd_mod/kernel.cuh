@@ -8,7 +8,7 @@
 //   Q     [kQStages][kBlockM rows]           a 16-bit bias takes the second stage, or
 //   staging [consumer warps][16 rows x 128 columns]   output on its way out, if T::kStaged
 //   bias  [2][kBlockM rows x kBlockN keys]  has its own place; one in parts [kBiasPlaces][kBlockM rows x 64 keys]
-//   numbers of keys [8 rows x 64], for slopes in the product
+//   numbers of keys [8 rows x kBlockN], for slopes in the product
 //   ModShared, barriers
 #pragma once
 
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   run_cta<T, ModShared<T>, ModBarriers<T>>(
       T::kSharedAt, 0,
       [](const auto& cta) {
-        if constexpr (T::kSlopesInProduct) write_key_numbers(cta.bytes + T::kNumbersAt);
+        if constexpr (T::kSlopesInProduct) write_key_numbers<T::kBlockN>(cta.bytes + T::kNumbersAt);
       },
       [&](const auto& cta, int warp) {
         if (warp == 0) {

@@ -82,21 +82,31 @@ std::string launch_fwd_mod_as(const FwdCall& c, const Launch& l) {
 
 template <typename E, int D>
 std::string launch_fwd_mod_kind(const FwdCall& c, const Launch& l) {
-  const auto of_kind = [&]<FwdModKind kKind>() { return launch_fwd_mod_as<FwdModTraits<E, D, D, kKind>>(c, l); };
+  const auto of_kind = [&]<FwdModKind kKind, bool kWide = false>() {
+    return launch_fwd_mod_as<FwdModTraits<E, D, D, kKind, kWide>>(c, l);
+  };
   if (l.block_m > 128) {
-    if constexpr (has_m192_changes(D)) {
-      if (l.variant == ScoreVariant::kSlopes) return of_kind.template operator()<FwdModKind::kM192Slopes>();
-      if (l.variant == ScoreVariant::kCap) return of_kind.template operator()<FwdModKind::kM192Cap>();
-      if (l.variant == ScoreVariant::kDrop) return of_kind.template operator()<FwdModKind::kM192Drops>();
+    if constexpr (has_m192(D)) {
+      constexpr bool kHasWide = has_wide_m192(D);
+      if (l.variant == ScoreVariant::kDrop) return of_kind.template operator()<FwdModKind::kM192Drops, kHasWide>();
+      if (l.variant == ScoreVariant::kWords) return of_kind.template operator()<FwdModKind::kM192Words, kHasWide>();
+    }
+    const auto of_width = [&]<bool kWide>() {
+      if (l.variant == ScoreVariant::kSlopes) return of_kind.template operator()<FwdModKind::kM192Slopes, kWide>();
+      if (l.variant == ScoreVariant::kCap) return of_kind.template operator()<FwdModKind::kM192Cap, kWide>();
+      if (l.variant == ScoreVariant::kHide) return of_kind.template operator()<FwdModKind::kM192Hides, kWide>();
+      if (l.variant == ScoreVariant::kBias) return of_kind.template operator()<FwdModKind::kM192Bias, kWide>();
+      return not_compiled(l);
+    };
+    if constexpr (has_wide_m192(D)) {
+      if (l.block_n == 128) return of_width.template operator()<true>();
     }
     if constexpr (has_m192_float_bias(D)) {
       if (l.variant == ScoreVariant::kFloatBias) return of_kind.template operator()<FwdModKind::kM192FloatBias>();
     }
     if constexpr (has_m192(D)) {
-      if (l.variant == ScoreVariant::kHide) return of_kind.template operator()<FwdModKind::kM192Hides>();
-      if (l.variant == ScoreVariant::kBias) return of_kind.template operator()<FwdModKind::kM192Bias>();
       if (l.variant == ScoreVariant::kLooseBias) return of_kind.template operator()<FwdModKind::kM192LooseBias>();
-      if (l.variant == ScoreVariant::kWords) return of_kind.template operator()<FwdModKind::kM192Words>();
+      return of_width.template operator()<false>();
     }
     return not_compiled(l);
   }

@@ -208,7 +208,7 @@ __device__ __forceinline__ void hide_16(float* s, const uint32_t (&words)[2]) {
   }
 }
 
-// Words of this lane's rows for a tile of 64 keys, 8 bytes a row in shared memory. The rows have no others.
+// Words of this lane's rows for 64 keys of a tile, 8 bytes a row in shared memory. The rows have no others.
 struct BroughtWords {
   uint2 of_row[2];
 

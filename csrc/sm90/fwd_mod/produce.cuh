@@ -70,7 +70,7 @@ __device__ __forceinline__ uint32_t classify_tile(const ScoreMod& score_mod, int
 
 // The slope of a work tile in units of raw products, as three terms of bf16. A larger slope than 2^20 (7e5, in units of
 // the scores) counts as that: rows see their nearest keys alone either way, and fp32 rounds the exponent of a tile's
-// largest score, 32 keys away, by 2^-19 slopes, which overflowed fp16 from 1e7 on. Infinity and NaN stay, and make NaN.
+// largest score, up to 64 keys away, by 2^-18 slopes, which overflowed fp16 from 5e6 on. Infinity and NaN stay, and make NaN.
 __device__ __forceinline__ void split_slope(SlopeWorkTile& work, float scale_log2) {
   constexpr float kHighest = 0x1p20f;
   float& slope = work.distances.slope;

@@ -9,20 +9,23 @@
 
 namespace flash_ext::sm90 {
 
-// The 64 keys of a tile are numbered from -32 on, exact in bf16, the same in 8 rows of the swizzled layout of V. Behind
+// The keys of a tile are numbered, 0 in the middle, exact in bf16, the same in 8 rows of the swizzled layout of V. Behind
 // them the tensor cores find the same 8 rows again, for columns of A that are 0.
-inline constexpr int kNumberRows = 8, kMiddleKey = 32;
+inline constexpr int kNumberRows = 8, kNumberBytes = kNumberRows * 128;  // of 64 keys
 
+template <int kKeys>
 __device__ __forceinline__ void write_key_numbers(unsigned char* to) {
-  const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
-  if (row >= kNumberRows) return;
+  constexpr int kMiddleKey = kKeys / 2;
+  const int row = threadIdx.x / 8 % kNumberRows, piece = threadIdx.x % 8, chunk = threadIdx.x / (8 * kNumberRows);
+  if (chunk >= kKeys / 64) return;
   uint32_t pairs[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float first = static_cast<float>(8 * piece + 2 * i - kMiddleKey);
+    const float first = static_cast<float>(64 * chunk + 8 * piece + 2 * i - kMiddleKey);
     pairs[i] = ptx::pack2<__nv_bfloat16>(first, first + 1.f);
   }
-  *reinterpret_cast<uint4*>(to + row * 128 + ((piece ^ row) << 4)) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  *reinterpret_cast<uint4*>(to + chunk * kNumberBytes + row * 128 + ((piece ^ row) << 4)) =
+      make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   ptx::fence_proxy_async();
 }
 
@@ -46,7 +49,7 @@ struct RowBias {
 template <int kKeys>
 __device__ __forceinline__ RowBias bias_of_rows(const Modifiers& m, const SlopeWorkTile& work, int ahead) {
   const TileDistances tile = work.distances.over(m.by_distance, ahead, 16, 0, kKeys);
-  const float first = static_cast<float>(ahead + ptx::fresh_lane() / 4 - kMiddleKey);
+  const float first = static_cast<float>(ahead + ptx::fresh_lane() / 4 - kKeys / 2);
   RowBias bias{{fmaf(tile.per_distance, first, tile.constant), fmaf(tile.per_distance, first + 8.f, tile.constant)},
                __any_sync(ptx::kFullWarp, tile.bends) != 0};
   ptx::warpgroup_fence_operand(bias.of);

@@ -176,8 +176,8 @@ def attention(
             the call. For tests and tuning, constraints on the choice of kernels may follow or stand alone, as
             in "sm90 kv_splits=4": ``row`` (of ``python -m flash_ext.info --plan``), ``kv_splits``,
             ``gqa_splits``, ``q_splits``, ``fwd_block_m`` (128 or 192), ``wide_tiles``, ``dq_pool`` or
-            ``short_kernels`` (0, 1). ``row`` is refused where it cannot run the call; the others count where a
-            call has the choice they name.
+            ``short_kernels`` (0, 1). ``row`` is refused where it cannot run the call; the others count where
+            a call has the choice they name.
 
     Returns:
         out (b, seqlen_q, h, dv), dtype of q; with ``return_aux`` (out, :class:`AuxOutput`).

@@ -230,20 +230,16 @@ struct MaskedConsumer {
     for (int part = 0; part < kN / kPartKeys; ++part) {
       ScorePart& x = part_of(s, part);
       modify_scores<T>(x, a, score_mod(), row0, first_col() + part * kPartKeys, [&](float scale) {
-        if constexpr (T::kInParts) {
-          const uint32_t place = wait_for_bias(part);
-          if constexpr (T::kFloat) {
-            add_staged_float_bias<T::kBlockM>(x, scale, place, warp_row());
-          } else if constexpr (T::kLoose) {
-            const int keys = work_at(work_tiles).seq.seqlen_k - first_col() - part * kPartKeys;
-            add_loose_bias<E>(x, scale, place, warp_row(), behind, keys);
-          } else {
-            add_staged_bias<E>(x, scale, place, warp_row(), a.bias_rows == 1);
-          }
-          free_bias(part);
+        const uint32_t place = T::kInParts ? wait_for_bias(part) : bias + part * T::kBlockM * 128;
+        if constexpr (T::kFloat) {
+          add_staged_float_bias<T::kBlockM>(x, scale, place, warp_row());
+        } else if constexpr (T::kLoose) {
+          const int keys = work_at(work_tiles).seq.seqlen_k - first_col() - part * kPartKeys;
+          add_loose_bias<E>(x, scale, place, warp_row(), behind, keys);
         } else {
-          add_staged_bias<E>(x, scale, bias + part * T::kBlockM * 128, warp_row(), a.bias_rows == 1);
+          add_staged_bias<E>(x, scale, place, warp_row(), a.bias_rows == 1);
         }
+        if constexpr (T::kInParts) free_bias(part);
       });
       ptx::warpgroup_fence_operand(x);
     }
@@ -280,18 +276,14 @@ struct MaskedConsumer {
   }
   __device__ __forceinline__ void hide(const Beside& beside) {
     if constexpr (T::kM192) {
-      if constexpr (T::kBringsWords) {
 #pragma unroll
-        for (int part = 0; part < T::kBiasPieces; ++part) beside.words[part].hide(part_of(s, part), now.tests());
-      }
+      for (int i = 0; i < (T::kBringsWords ? T::kBiasPieces : 0); ++i) beside.words[i].hide(part_of(s, i), now.tests());
       const TileTests tests = T::kBringsWords ? now.tests() & ~kTestRows : now.tests();
       // The vote makes the branch warp-uniform; otherwise ptxas clones what follows.
       if (!__any_sync(ptx::kFullWarp, tests != 0)) return;
       hide_tile(s, score_mod(), work_at(work_tiles), first_row(), first_col(), tests);
-    } else if constexpr (T::kLateBits) {
-      hide_scores(s, find_visible(beside));
     } else {
-      hide_scores(s, beside.visible);
+      hide_scores(s, T::kLateBits ? find_visible(beside) : beside.visible);
     }
     ptx::warpgroup_fence_operand(s);
   }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../common/attn_mod.cuh"
+#include "../common/dot.cuh"
 #include "../common/float_results.cuh"
 #include "../common/seqlen.cuh"
 #include "../heuristics.h"
@@ -54,18 +55,6 @@ __device__ __forceinline__ uint4 load_8(const uint16_t* p, int valid, bool align
     if (i < valid) w[i / 2] |= static_cast<uint32_t>(p[i]) << (16 * (i % 2));
   }
   return make_uint4(w[0], w[1], w[2], w[3]);
-}
-
-template <typename E>
-__device__ __forceinline__ float dot_8(const uint4& x, const uint4& y) {
-  const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 a = ptx::unpack2<E>(xs[i]), b = ptx::unpack2<E>(ys[i]);
-    sum = fmaf(a.y, b.y, fmaf(a.x, b.x, sum));
-  }
-  return sum;
 }
 
 template <typename E, int D>

@@ -120,21 +120,27 @@ void build_fused(Req r, Dev d, Plan& p) {
                  : unit_heads > 1 ? sm90::unit_grid(x, d, false, t.block_n(), unit_heads)
                                   : sm90::bwd_grid(x, d, t.block_n(), kOrdered);
   p.dq_pool = pool;
-  push_row_stats(r, d, p, KernelId::kRowStatsAndZero90, size, size, sm90::BwdTile::kBlockM, kDq);
-  p.main = 1;
+  const bool unvisited = kStored && !sm90::visits_all_queries(x, {});
+  const bool own_stats = kShort && size == sm90::kStoredHeadDim && !x.is_varlen() && !unvisited && r.has_tma_out;
+  if (!own_stats) push_row_stats(r, d, p, KernelId::kRowStatsAndZero90, size, size, sm90::BwdTile::kBlockM, kDq);
+  p.main = p.num_launches;
   Launch& l = p.push(main_of(KernelId::kBwdFused90, size, size, sm90::BwdTile::kBlockM, t.block_n(), t.stages,
                              t.threads(), t.smem_bytes(size), g, ctas));
   l.dq = kDq, l.unit_heads = unit_heads;
   const bool unequal = sm90::has_unequal_tiles(x);
+  if (kShort) {
+    p.q_splits = sm90::q_splits_of_short(x, d, r.constraints, l.tiles);
+    l.tiles *= p.q_splits, l.ctas = std::min<int64_t>(l.tiles, ctas);
+  }
   set_dynamic(l, unequal);
   if (kOrdered || pool) l.dynamic = true;
   if (!unequal && !kOrdered) l.rotate = t.rotation();
-  p.zeroes_dq = kStored && !sm90::visits_all_queries(x, {});
-  l.pdl = sm90::prefers_pdl(x);
+  p.zeroes_dq = unvisited;
+  l.pdl = !own_stats && sm90::prefers_pdl(x);
   const bool adds = !kStored || x.is_varlen();
   if (!pool && adds) push_dq_convert(r, d, p, size, l.pdl, kDq);
   Workspace& w = p.workspace;
-  add_row_stats(x, p, sm90::BwdTile::kBlockM);
+  if (!own_stats) add_row_stats(x, p, sm90::BwdTile::kBlockM);
   if (kOrdered) w.dq_semaphore = w.add(4 * ((sm90::query_tiles(x) + 3) / 4 * 4));
   w.pool_words = w.add(4 * pool.words());
   w.tile_counters = w.add(l.dynamic ? kCounterBytes : 0);
@@ -145,6 +151,7 @@ void build_fused(Req r, Dev d, Plan& p) {
   }
   const int64_t dq_tiles = !adds ? 0 : pool ? pool.tiles(x) : sm90::query_tiles(x);
   w.dq_accum = w.add(4 * dq_tiles * sm90::BwdTile::kBlockM * size);
+  if (p.q_splits > 1) push_head_sums(x, p, p.q_splits);
 }
 
 void build_portable(Req r, Dev d, Plan& p) {

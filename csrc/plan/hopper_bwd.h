@@ -47,13 +47,40 @@ inline bool has_stored_short(const Problem& p) {
   const int64_t keys = stored_short_tile(padded_head_dim(p.head_dim, p.head_dim_v)).block_n();
   return p.is_varlen() ? p.total_k <= keys * p.batch : p.seqlen_k <= keys;
 }
-// Many queries of few blocks of keys are better shared out (q_splits_of()). Evidence: whole-keys.
+// Among how many CTAs the queries of a head are divided where one warpgroup has all its keys. Counted in steps of 64 queries, of
+// which a CTA that begins and ends costs two, and sums two and a part of one for each part. CTAs that have a multiprocessor
+// to themselves are faster. Evidence: q-splits.
+inline int q_splits_of_short(const Problem& p, const DeviceInfo& d, const Constraints& c, int64_t tiles) {
+  constexpr double kEnds = 2., kSums = 2., kPerPart = 0.15, kAlone = 0.7, kLastAlone = 0.85, kLeastGain = 0.9;
+  const int64_t steps = (p.seqlen_q + 63) / 64;
+  if (p.is_varlen() || p.num_heads != p.num_heads_k || tiles <= 0 || tiles > INT32_MAX / 64) return 1;
+  if (c.q_splits) return static_cast<int>(std::clamp<int64_t>(steps, 1, *c.q_splits));
+  if (d.batch_invariant || has_unequal_tiles(p) || d.num_sms <= 0) return 1;
+  const auto time_of = [&](int splits) {
+    const int64_t ctas = tiles * splits, left = ctas % (2 * d.num_sms);
+    const double alone = ctas == left ? kAlone : kLastAlone;
+    const double last = left == 0 ? 0. : left <= d.num_sms ? alone : 1.;
+    const double rounds = static_cast<double>(ctas / (2 * d.num_sms)) + last;
+    const double sums = splits > 1 ? kSums + kPerPart * splits : 0.;
+    return rounds * (static_cast<double>((steps + splits - 1) / splits) + kEnds) + sums;
+  };
+  int best = 1;
+  for (int splits = 2; splits <= std::min<int64_t>(steps, 16); ++splits) {
+    if (time_of(splits) < kLeastGain * time_of(1) && time_of(splits) < time_of(best)) best = splits;
+  }
+  return best;
+}
+// Many queries of few blocks of keys must be shared out. Evidence: whole-keys.
 inline bool prefers_stored_short(const Problem& p, const DeviceInfo& d, const Constraints& c) {
-  if (d.batch_invariant || c.dq_pool || c.q_splits.value_or(1) > 1) return false;
+  if (d.batch_invariant || c.dq_pool) return false;
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   const int64_t blocks = make_grid(p, d, false, stored_short_tile(size).block_n()).ctas;
+  const int splits = q_splits_of_short(p, d, c, blocks);
+  if (c.q_splits.value_or(1) > splits) return false;
   const bool has_few_queries = p.total_q <= int64_t{128} * p.batch;
-  return (p.seqlen_k <= 64 || !has_few_tiles(p, d)) && (has_few_queries || blocks >= d.num_sms);
+  // Where queries cannot be divided, blocks must go round; one alone is as fast as two warpgroups that share it.
+  const int64_t least = p.is_varlen() || p.num_heads != p.num_heads_k ? d.num_sms : (d.num_sms + 1) / 2;
+  return (p.seqlen_k <= 64 || splits > 1 || !has_few_tiles(p, d)) && (has_few_queries || blocks * splits >= least);
 }
 
 // Whether the portable kernel for short sequences is faster, which does nothing for rows that are not there, but takes 10 to

@@ -184,10 +184,12 @@ def test_stored_dq(target: Target) -> None:
     run_cases(cases, target.asking(row="sm90.bwd.dq_stored"))
 
 
+@pytest.mark.parametrize("q_splits", [1, 3])
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128])
 @on_targets("sm90-short")
-def test_stored_dq_of_one_warpgroup(target: Target, head_dim: int) -> None:
-    """Up to 128 keys, above head_dim 64 up to 64; two CTAs a multiprocessor."""
+def test_stored_dq_of_one_warpgroup(target: Target, head_dim: int, q_splits: int) -> None:
+    """Up to 128 keys, above head_dim 64 up to 64; two CTAs a multiprocessor. With as many heads of queries as of
+    keys CTAs share out the queries, some of which may then have none."""
     most = 128 if head_dim <= 64 else 64
     cases = [
         dense(3, most, most, 4, 4, head_dim),
@@ -200,7 +202,38 @@ def test_stored_dq_of_one_warpgroup(target: Target, head_dim: int) -> None:
         dense(5, 1, most, 2, 2, head_dim),
         dense(80, 65, 60, 8, 8, head_dim, layout="bhsd"),
     ]
-    run_cases(cases, target.asking(row="sm90.bwd.dq_stored_short"))
+    run_cases(cases, target.asking(row="sm90.bwd.dq_stored_short", q_splits=q_splits))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "asked", "launches"),
+    [
+        ((300, 100), {}, 1), ((100, 128), {"window_size_right": 0}, 1),
+        ((300, 100), {"window_size_right": 0}, 2),  # its first queries see no key: zeros
+        ((128, 64), {"head_dim": 128, "head_dim_v": 128}, 2), ((100, 100), {"packed": True}, 3),
+    ],
+)  # fmt: skip
+def test_one_warpgroup_makes_its_statistics(pretended_gpu, lengths: tuple, asked: dict, launches: int) -> None:
+    """In dense calls up to head_dim 64, where no query has a dq of zeros that others would not write."""
+    found = plan("bwd", *lengths, backend="sm90 row=sm90.bwd.dq_stored_short", **asked)
+    assert len(found["launches"]) == launches
+    assert ("row_stats" in found["workspace"]) == (launches > 1)
+
+
+@on_targets("sm90-short")
+def test_statistics_of_an_out_that_tma_cannot_read(target: Target) -> None:
+    """Rows of an odd length, and fp32: a kernel in front reads them."""
+    q, k, v = (torch.randn(3, n, 4, 64, device="cuda", dtype=torch.bfloat16) for n in (150, 90, 90))
+    out, lse = flash_ext.forward(q, k, v)
+    dout = torch.randn_like(out)
+    odd = torch.empty(3, 150, 4, 65, device="cuda", dtype=torch.bfloat16)[..., :64].copy_(out)
+    with target.active():
+        row = f"{target.choice} row=sm90.bwd.dq_stored_short"
+        own = flash_ext.backward(dout, q, k, v, out, lse, backend=row)
+        assert len(_C.last_launch()["launches"]) == 1
+        for gradient, other in zip(own, flash_ext.backward(dout, q, k, v, odd, lse, backend=row)):
+            torch.testing.assert_close(gradient, other, atol=2e-2, rtol=2e-2)
+        assert len(_C.last_launch()["launches"]) == 2
 
 
 @on_targets("sm90-short")

@@ -8,10 +8,10 @@
 
 namespace flash_ext::sm90 {
 
-// Tensor maps; host side: core/tensor_maps.cuh. Boxes have 64 columns, and 64 rows of q and dout, 128 of k and v, 16 of
-// dq.
+// Tensor maps; host side: core/tensor_maps.cuh. Boxes have 64 columns, and 64 rows of q, dout and out, 128 of k and v, 16
+// of dq.
 struct BwdMaps {
-  CUtensorMap q, k, v, dout, dq;
+  CUtensorMap q, k, v, dout, dq, out;
 };
 
 // The dQ pool as kernels see it; bwd/dq_pool.cuh. Tiles are those of queries.
@@ -39,13 +39,16 @@ struct BwdArgs {
   BwdParams p;
   Grid grid;
   TileScheduler scheduler;
-  Steps q, k, v, dout;
+  Steps q, k, v, dout, out;
   int tiles_per_head;  // of queries, in the workspace
   int rotate;  // tiles by which a block of keys starts its walk later than the block before
   uint32_t* dq_semaphore;  // of bwd/dq_semaphore.cuh, or null
   DqPoolView pool;
   StreamK stream_k;
   int unit_heads = 1;  // of key heads that are given out together (Launch::unit_heads)
+  bool makes_stats = false;  // of rows, where T::kMayMakeStats; else a kernel before this one has
+  Divisor query_splits =
+      Divisor(1);  // of the queries of a head, where T::kUnits: parts of its dk and dv, neighbours in order
 };
 
 // A work tile: a block of keys of one key head or (kByQueries) of queries of one head, as the producer leaves it to the
@@ -57,7 +60,7 @@ struct BwdWorkTile {
   int steps;          // tiles of all heads together, may be 0
   int tile;           // first one of the first query head, or of its own, in the workspace
   int dq_tile;        // the same among the accumulators
-  int round;          // of its head
+  int round;          // of its head; where queries are split, which part
   enum : uint32_t { kWhole, kGives, kTakes };
   uint32_t share : 2;   // what its steps are of it (StreamK)
   uint32_t index : 30;  // the scheduler's, whose registers are short
@@ -107,6 +110,8 @@ struct BwdTraits {
   static constexpr bool kOrdered = kDq == DqKind::kOrdered;
   static constexpr bool kDivides = kDq == DqKind::kDivided;
   static constexpr bool kUnits = kDq == DqKind::kStoredShort;  // of heads may be given out together
+  // From tiles of dO and of `out`, which has the place of the dS of its step.
+  static constexpr bool kMayMakeStats = kDq == DqKind::kStoredShort && D <= kStoredHeadDim;
   static constexpr bool kPool = kDq == DqKind::kUnordered || kDivides;  // may have its accumulators in a pool
   static constexpr bool kMakesDq = kDq != DqKind::kElsewhere,
                         kStores = kDq == DqKind::kStored || kDq == DqKind::kStoredShort;
@@ -149,7 +154,7 @@ struct BwdTraits {
   static constexpr int kDqStages = kIndependent ? 2 : 1, kSemaphoresAtOnce = 4;
   static constexpr bool kQueriesLoadDouts = kPool || kIndependent;
   static constexpr bool kSchedulerLoadsKeys = true;
-  static constexpr int kWorkReaders = kOrdered ? 3 : kStores ? 1 : 2;  // among the producers
+  static constexpr int kWorkReaders = kOrdered ? 3 : kStores && !kMayMakeStats ? 1 : 2;  // among the producers
   static constexpr int kWorkAt = kStagingAt + kTile.staging_bytes();
   static constexpr int kSmemBytes = kTile.smem_bytes(D);
   static constexpr int kWorkStages = 2;
@@ -158,6 +163,7 @@ struct BwdTraits {
   static constexpr int kBarriersAt = kDeferredAt + 4 * kConsumerWarps;
   static constexpr int kDsStages = kTile.ds_stages(), kStatsBytes = kBlockM * 8;
   static_assert(sizeof(BwdWorkTile) % 8 == 0 && kStagingAt % 16 == 0 && kPiecesAt % 1024 == 0);
+  static_assert(!kMayMakeStats || (kDsStages == kStages && kQBytes <= kDsBytes));
   static_assert(kBarriersAt +
                     8 * (4 + 4 * kStages + 2 * kWorkStages + kDsStages + 7 + BwdTile::kConverters * kPieceStages) <=
                 kSmemBytes);
@@ -202,7 +208,7 @@ struct BwdBarriers {
     ptx::mbarrier_init(v_full(), T::kKeyParts);
     ptx::mbarrier_init(v_empty(), T::kConsumerWarps);
     for (int i = 0; i < T::kStages; ++i) {
-      ptx::mbarrier_init(q_full(i), 2);
+      ptx::mbarrier_init(q_full(i), T::kMayMakeStats ? 3 : 2);
       ptx::mbarrier_init(q_empty(i), T::kConsumerWarps);
       ptx::mbarrier_init(dout_full(i), 1);
       ptx::mbarrier_init(dout_empty(i), T::kConsumerWarps);

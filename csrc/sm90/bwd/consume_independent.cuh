@@ -1,10 +1,29 @@
 // The consumers of the sm90 backward whose warpgroups are independent.
 #pragma once
 
+#include "../../common/dot.cuh"
 #include "steps.cuh"
 #include "stream_k.cuh"
 
 namespace flash_ext::sm90 {
+
+// Statistics of a step's rows by the consumers themselves, two threads a row: -lse and -delta in the form of passes.cuh, from lse
+// and its gradient, which they replace, and tiles of `out` and dO in shared memory. rows_left: of the sequence.
+template <typename E, int kRows>
+__device__ __forceinline__ void make_row_stats(unsigned char* stats, uint32_t out, uint32_t dout, int rows_left) {
+  const int row = ptx::fresh_thread_idx() % 128 / 2, half = ptx::fresh_thread_idx() % 2;
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t piece = row * 128 + (((half * 4 + i) ^ (row % 8)) << 4);
+    const float4 x = ptx::load_shared(out + piece), y = ptx::load_shared(dout + piece);
+    sum += dot_8<E>(reinterpret_cast<const uint4&>(x), reinterpret_cast<const uint4&>(y));
+  }
+  sum += __shfl_xor_sync(ptx::kFullWarp, sum, 1);
+  float& own = reinterpret_cast<float*>(stats)[half * kRows + row];
+  const float minus_lse = row >= rows_left || own < kLowestLse ? -INFINITY : -own * kLog2e;
+  own = half == 0 ? minus_lse : own - sum;
+}
 
 // Two warpgroups with 128 keys each, in two blocks of 64, that share nothing but the stream of Q and dO. Where these are
 // all keys (T::kStores), their parts of dQ meet in shared memory: by turns one leaves its part, and the other adds it to its
@@ -80,6 +99,14 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
       }
       const uint32_t q_at = smem + T::kQAt + ring.stage * T::kQBytes, dout_at = q_at + (T::kDoutAt - T::kQAt);
       const uint32_t q_low = uniform(descriptor_low(q_at, 16)), dout_low = uniform(descriptor_low(dout_at, 16));
+      if constexpr (T::kMayMakeStats) {
+        if (a.makes_stats) {
+          make_row_stats<E, kM>(smem_bytes + T::kStatsAt + ring.stage * T::kStatsBytes,
+                                smem + T::kDsAt + ring.stage * T::kDsBytes, dout_at, work.w.q.length - walk.block * kM);
+          debug_delay();
+          ptx::bar_sync(ptx::kGroupBarrier + group, 128);
+        }
+      }
       // Of products over queries, whose columns may come in two chunks.
       constexpr uint32_t kToRows = D > 64 ? (kM * 128 - 16) / 16 << 16 : 0;
       const float* stats =
@@ -174,11 +201,17 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
             ptx::warpgroup_fence_operand(dk[b]);
             ptx::warpgroup_fence_operand(dv[b]);
           }
-          arrive(bars.q_empty(ring.stage));
-          arrive(bars.dout_empty(ring.stage));
+          if constexpr (!T::kMayMakeStats) {
+            arrive(bars.q_empty(ring.stage));
+            arrive(bars.dout_empty(ring.stage));
+          }
         }
         ptx::wgmma_wait<0>();
         ptx::warpgroup_fence_operand(dq);
+        if constexpr (T::kMayMakeStats) {  // `out` of another step comes to the place of this dS
+          arrive(bars.q_empty(ring.stage));
+          arrive(bars.dout_empty(ring.stage));
+        }
         [[maybe_unused]] float* const chunk_to = to + kFirst * kM + warp * 16 * kColumns;
         const auto store_dq = [&] {
           const Problem& p = a.p.problem;
@@ -244,11 +277,15 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
       });
       tell_sums(a.stream_k, work);
     } else {
+      int h = work.w.h;
+      if constexpr (T::kUnits) {
+        if (a.query_splits.divisor > 1) h = h * static_cast<int>(a.query_splits.divisor) + work.round;
+      }
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         const int key = first_key + b * 64 + row;
-        store_rows<E>(a.p.dv, work.w.b, work.w.k, work.w.h, dv[b], 1.f, p.head_dim_v, key, lane);
-        store_rows<E>(a.p.dk, work.w.b, work.w.k, work.w.h, dk[b], p.softmax_scale, p.head_dim, key, lane);
+        store_rows<E>(a.p.dv, work.w.b, work.w.k, h, dv[b], 1.f, p.head_dim_v, key, lane);
+        store_rows<E>(a.p.dk, work.w.b, work.w.k, h, dk[b], p.softmax_scale, p.head_dim, key, lane);
       }
     }
     __syncwarp();

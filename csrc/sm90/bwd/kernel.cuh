@@ -41,6 +41,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtas)
       load_queries<T>(a, maps, cta.smem, cta.shared, cta.bars);
     } else if (T::kOrdered && T::kQueriesLoadDouts) {
       pass_dq_semaphores<T>(a, cta.smem, cta.shared, cta.bars, 1);
+    } else if (T::kMayMakeStats && warp == 3) {
+      load_lse<T>(a, cta.smem, cta.shared, cta.bars);
     } else if (warp == 3 && !T::kQueriesLoadDouts) {
       load_douts<T>(a, maps, cta.smem, cta.shared, cta.bars);
     }

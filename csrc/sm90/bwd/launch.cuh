@@ -18,7 +18,7 @@ inline BwdArgs make_bwd_args(const BwdCall& c, const Launch& l, int block_m, int
   BwdArgs a{};
   a.p = p;
   a.grid = l.grid;
-  a.q = steps(p.q), a.k = steps(p.k), a.v = steps(p.v), a.dout = steps(p.dout);
+  a.q = steps(p.q), a.k = steps(p.k), a.v = steps(p.v), a.dout = steps(p.dout), a.out = steps(p.out);
   a.tiles_per_head = static_cast<int>(query_tiles_per_head(r, block_m));
   a.rotate = l.rotate;
   a.unit_heads = l.unit_heads;
@@ -72,6 +72,11 @@ std::string launch_bwd_as(const BwdCall& c, const Launch& l) {
     if (error.empty() && !c.p.dq.is_float) {
       error = encode_map(maps.dq, c.p.dq, r, r.head_dim, r.seqlen_q, r.num_heads, 16, 32);
     }
+  }
+  if (T::kUnits) a.query_splits = Divisor(static_cast<uint32_t>(c.plan.q_splits));
+  if (T::kMayMakeStats && !c.plan.workspace.row_stats) {
+    a.makes_stats = true;
+    if (error.empty()) error = encode_map(maps.out, c.p.out, r, r.head_dim_v, r.seqlen_q, r.num_heads, T::kBlockM);
   }
   if (!error.empty()) return "bwd_sm90: " + error;
   return launch_planned(l, bwd_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);

@@ -60,6 +60,16 @@ __device__ __forceinline__ void take_share(const StreamK& s, BwdWorkTile& work) 
   work.first += work.first + begin < steps ? begin : begin - steps;
 }
 
+// The steps of a work tile of one query head that are a split's.
+__device__ __forceinline__ void take_query_split(const BwdArgs& a, int split, BwdWorkTile& work) {
+  if (a.query_splits.divisor == 1) return;
+  const int begin = static_cast<int>(divide(static_cast<uint32_t>(work.steps * split), a.query_splits));
+  const int end = static_cast<int>(divide(static_cast<uint32_t>(work.steps * (split + 1)), a.query_splits));
+  work.first += begin;
+  work.steps = end - begin;
+  work.round = split;
+}
+
 // First warp: decides what is next. In the kernel of bwd/kernel.cuh it loads K and V as well.
 template <typename T, typename Bars>
 __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& maps, uint32_t smem,
@@ -87,7 +97,9 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
     // Until the next one is fetched.
     if (!T::kDivides && dynamic && ptx::fresh_lane() == 0) work_tiles[0].index = index;
     int b = 0;
-    Work w = decode_index<T::kOwnRows, T::kByQueries, T::kByQueries>(index, p, a.grid, &b);
+    uint32_t tile_index = index;
+    if constexpr (T::kUnits) tile_index = divide(index, a.query_splits);
+    Work w = decode_index<T::kOwnRows, T::kByQueries, T::kByQueries>(tile_index, p, a.grid, &b);
     if constexpr (T::kUnits) w.h *= a.unit_heads;
     if (w.active) {
       wait(bars.work_empty(work_ring.stage), work_ring.phase);
@@ -115,6 +127,7 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
           work.share = BwdWorkTile::kWhole;
           take_share(a.stream_k, work);
         }
+        if constexpr (T::kUnits) take_query_split(a, index - tile_index * a.query_splits.divisor, work);
         if constexpr (T::kPool) {
           const uint32_t* word = round_before(a.pool, work);
           uint32_t awaited = a.pool.round_tiles.divisor;
@@ -286,19 +299,49 @@ __device__ __forceinline__ void load_queries(const BwdArgs& a, const BwdMaps& ma
         const uint32_t full = bars.q_full(ring.stage);
         copy_tile<T::kChunks, T::kBlockM>(maps.q, a.q, smem + T::kQAt + ring.stage * T::kQBytes, full,
                                           row_coordinates(a.p.problem, work.w.q, work.w.b, walk.block * T::kBlockM), h);
-        ptx::mbarrier_arrive_expect_tx(full, T::kStatsBytes);
-        ptx::bulk_load(smem + T::kStatsAt + ring.stage * T::kStatsBytes, a.p.row_stats + tile * (2 * T::kBlockM),
-                       T::kStatsBytes, full);
+        const RowCoordinates at = row_coordinates(a.p.problem, work.w.q, work.w.b, walk.block * T::kBlockM);
+        if (T::kMayMakeStats && a.makes_stats) {
+          copy_tile<T::kChunks, T::kBlockM>(maps.out, a.out, smem + T::kDsAt + ring.stage * T::kDsBytes, full, at, h);
+        } else {
+          ptx::mbarrier_arrive_expect_tx(full, T::kStatsBytes);
+          ptx::bulk_load(smem + T::kStatsAt + ring.stage * T::kStatsBytes, a.p.row_stats + tile * (2 * T::kBlockM),
+                         T::kStatsBytes, full);
+        }
         if constexpr (T::kQueriesLoadDouts) {
-          copy_tile<T::kChunks, T::kBlockM>(
-              maps.dout, a.dout, smem + T::kDoutAt + ring.stage * T::kQBytes, bars.dout_full(ring.stage),
-              row_coordinates(a.p.problem, work.w.q, work.w.b, walk.block * T::kBlockM), h);
+          copy_tile<T::kChunks, T::kBlockM>(maps.dout, a.dout, smem + T::kDoutAt + ring.stage * T::kQBytes,
+                                            bars.dout_full(ring.stage), at, h);
         }
         const bool dynamic = fetches_in_order<T>(a) || a.scheduler.counter != nullptr;  // else nobody waits for that
         if (dynamic && walk.left == min(T::kFetchAhead, work.steps)) {
           ptx::mbarrier_arrive(bars.work_ending());
         }
       });
+}
+
+// Fourth warp where consumers may make the statistics of rows: brings lse and its gradient.
+template <typename T>
+__device__ __forceinline__ void load_lse(const BwdArgs& a, uint32_t smem, const BwdWorkTile* work_tiles,
+                                         BwdBarriers<T> bars) {
+  const int lane = threadIdx.x % 32;
+  for_tiles<T>(a, work_tiles, bars,
+               [&](const BwdWorkTile& work, const Walk<T>& walk, const PipelineState<T::kStages>& ring) {
+                 wait(bars.q_empty(ring.stage), ring.phase);
+                 if (a.makes_stats) {
+                   const int h = work.w.h * static_cast<int>(a.grid.shared.divisor) + walk.head;
+                   const int64_t first = row_stat_offset(a.p.problem, work.w, h);
+#pragma unroll
+                   for (int i = 0; i < 2 * T::kBlockM; i += 32) {
+                     const int row = walk.block * T::kBlockM + i % T::kBlockM + lane;
+                     const float* const from = i < T::kBlockM ? a.p.lse : a.p.dlse;
+                     const bool is_there = row < work.w.q.length && from != nullptr;
+                     ptx::cp_async_4(smem + T::kStatsAt + ring.stage * T::kStatsBytes + 4 * (i + lane),
+                                     is_there ? from + first + row : a.p.lse, is_there ? 4 : 0);
+                   }
+                   ptx::cp_async_mbarrier_arrive(bars.q_full(ring.stage));
+                 }
+                 __syncwarp();
+                 if (lane == 0) ptx::mbarrier_arrive(bars.q_full(ring.stage));
+               });
 }
 
 // Fourth warp: streams dO.

@@ -188,8 +188,8 @@ def test_stored_dq(target: Target) -> None:
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128])
 @on_targets("sm90-short")
 def test_stored_dq_of_one_warpgroup(target: Target, head_dim: int, q_splits: int) -> None:
-    """Up to 128 keys, above head_dim 64 up to 64; two CTAs a multiprocessor. With as many heads of queries as of
-    keys CTAs share out the queries, some of which may then have none."""
+    """Up to 128 keys, above head_dim 64 up to 64; two CTAs a multiprocessor. With as many heads of queries as
+    of keys CTAs share out the queries, some of which may then have none."""
     most = 128 if head_dim <= 64 else 64
     cases = [
         dense(3, most, most, 4, 4, head_dim),
@@ -213,7 +213,9 @@ def test_stored_dq_of_one_warpgroup(target: Target, head_dim: int, q_splits: int
         ((128, 64), {"head_dim": 128, "head_dim_v": 128}, 2), ((100, 100), {"packed": True}, 3),
     ],
 )  # fmt: skip
-def test_one_warpgroup_makes_its_statistics(pretended_gpu, lengths: tuple, asked: dict, launches: int) -> None:
+def test_one_warpgroup_makes_its_statistics(
+    pretended_gpu, lengths: tuple, asked: dict, launches: int
+) -> None:
     """In dense calls up to head_dim 64, where no query has a dq of zeros that others would not write."""
     found = plan("bwd", *lengths, backend="sm90 row=sm90.bwd.dq_stored_short", **asked)
     assert len(found["launches"]) == launches

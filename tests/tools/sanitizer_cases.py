@@ -24,6 +24,7 @@ from tests.cases import COMPILED_HEAD_DIMS, Case, dense, few_query_cases, packed
 from tests.harness import EVERYTHING, TARGETS, Target
 from tests.inputs import make_inputs
 from tests.pages import in_bytes, make_cache, packed_queries
+from tests.tools.sanitizer_tiles import tall_cases, wide_cases
 
 
 def sanitizer_cases() -> list[Case]:
@@ -95,6 +96,10 @@ def with_stream_k(target: Target) -> Target:
     return target.pretending(num_sms=3).asking(row="sm90.bwd.dq_atomic")
 
 
+def one_warpgroup(q_splits: int) -> Target:
+    return TARGETS["sm90-short"].asking(row=ONE_WARPGROUP, q_splits=q_splits)
+
+
 def one_warpgroup_cases() -> list[Case]:
     """Dense and packed, of which sequences with more keys than a block add theirs."""
     lens = [64, 1, 0, 130, 30, 17]
@@ -103,6 +108,7 @@ def one_warpgroup_cases() -> list[Case]:
         *(packed(lens, lens, **shapes, head_dim=dim, causal=dim == 64) for dim in (40, 64, 96, 128)),
         dense(3, 130, 64, 2, 2, 64, causal=True),
         dense(3, 65, 60, 2, 2, 128),
+        dense(3, 200, 100, 2, 2, 64, dlse=True),
     ]
 
 
@@ -138,26 +144,6 @@ def two_kernel_cases() -> list[Case]:
         found += [bf16.replace(mods=mods) for mods in (("blocks64x128",), ("padding", "hkeys2_b"))]
         found.append(fp16.replace(mods=("alibi", "documents")))
         found += [bf16.replace(mods=mods) for mods in (("softcap30",), ("drop0.5", "padding"))]
-    return found
-
-
-# Dense, and packed. The last two are a bias whose rows do not begin on 16 bytes, and one in fp32.
-BESIDE = (
-    ("bias_1hqk", "padding"), ("bias_bh1k", "sinks"), ("mask_bhqk", "hrows1"), ("mask_1hq1",),
-    ("bias_bhqk_odd",), ("bias_1hqk_f32",),
-)  # fmt: skip
-BESIDE_PACKED = (("bias_bhqk_short", "documents"), ("mask_b1qk_short", "documents"))
-
-
-def tall_cases() -> list[Case]:
-    """Forwards in tiles of 192 queries whose keys come to each place beside the scores again."""
-    found = []
-    for head_dim in (64, 128):
-        common = {"num_heads": 2, "num_heads_k": 1, "head_dim": head_dim}
-        case = Case(batch=2, seqlen_q=131, seqlen_k=392, **common)
-        found += [case.replace(mods=mods) for mods in BESIDE]
-        case = packed([3, 0, 190], [65, 9, 440], tail=5, dtype="fp16", causal=True, **common)
-        found += [case.replace(mods=mods) for mods in BESIDE_PACKED]
     return found
 
 
@@ -544,10 +530,12 @@ def groups_of(target: Target) -> list[tuple[str, Target, list[AnyCase]]]:
             (", in a pool", with_pool(target), pool_cases()),
             (", in Stream-K", with_stream_k(target), stream_k_cases()),
             (", packed and short", TARGETS["sm90-short"].asking(row=WHOLE_KEYS), packed_short_cases()),
-            (", of one warpgroup", TARGETS["sm90-short"].asking(row=ONE_WARPGROUP), one_warpgroup_cases()),
+            (", of one warpgroup", one_warpgroup(1), one_warpgroup_cases()),
+            (", of one warpgroup, shared out", one_warpgroup(2), [dense(2, 300, 100, 2, 2, 64)]),
             (", of few rows", on_one_multiprocessor(target), few_row_cases()),
             (", in two kernels", target, two_kernel_cases()),
-            (", in tall tiles", target.asking(fwd_block_m=192), tall_cases()),
+            (", in tall tiles", target.asking(fwd_block_m=192, wide_tiles=0), tall_cases()),
+            (", in wide tiles", target.asking(fwd_block_m=192, wide_tiles=1), wide_cases()),
             (", of many keys", target, long_cases()),
             (", over latents", target, latent_cases()),
             (", in fp8", target, fp8_cases()),

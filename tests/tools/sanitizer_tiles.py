@@ -1,4 +1,4 @@
-"""Cases of ``sanitizer_cases.py`` for tiles of other sizes than small calls have, with modifiers on Hopper."""
+"""Cases of ``sanitizer_cases.py`` for tiles of other sizes than small calls have, with modifiers."""
 
 from __future__ import annotations
 

@@ -230,7 +230,9 @@ ScoreVariant split_variant(Req r) {
 }
 
 bool supports_fused_wide(Req r, Dev d) {
-  return supports_fused_mod(r, d) && !stores_dq(r, d) && sm90::has_wide_mod(r.problem, fused_variant(r));
+  const ScoreVariant v = fused_variant(r);
+  return supports_fused_mod(r, d) && !stores_dq(r, d) && sm90::bwd_mod_size(r.problem) == sm90::kWideModHeadDim &&
+         (v == kHide || v == kAdd || v == kDrop || v == kCap);
 }
 bool prefers_fused_wide(Req r, Dev d) {
   return prefers_fused_mod(r, d) && sm90::prefers_wide_mod(r.problem, *r.modifiers, d, r.constraints);

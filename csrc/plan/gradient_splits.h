@@ -1,7 +1,6 @@
 // Into how many parts the sum of the gradient of a bias, or of slopes, is divided. No CUDA, no torch.
 #pragma once
 
-#include "../modifiers.h"
 #include "table.h"
 
 namespace flash_ext::plans {

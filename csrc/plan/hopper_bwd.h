@@ -96,10 +96,6 @@ inline bool prefers_short_sm80(const Problem& p, const DeviceInfo& d) {
 // Blocks of 256 keys in the fused backward with modifiers, 128 a warpgroup: where there is one for each multiprocessor, they are
 // hardly more keys than those of 128, and masks leave most of them whole. Words of bool masks take their loaders too long.
 // Evidence: fused-bwd-mod.
-inline bool has_wide_mod(const Problem& p, ScoreVariant v) {
-  using enum ScoreVariant;
-  return bwd_mod_size(p) == kWideModHeadDim && (v == kHide || v == kAdd || v == kDrop || v == kCap);
-}
 inline bool prefers_wide_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
   if (c.wide_tiles) return *c.wide_tiles;
   const int64_t wide = make_grid(p, d, false, 256).ctas, others = make_grid(p, d, false, 128).ctas;

@@ -32,7 +32,7 @@ struct Request {
   Operands operands = Operands::k16Bit;  // of forwards without modifiers
   bool has_own_lengths = false;  // of them in fp8: how many keys a sequence has is on the device alone
   bool deterministic = false;  // dq, dk and dv repeat bit by bit
-  bool has_tma_out = true;  // of backwards: TMA reads `out`, which has 16 bits
+  bool has_tma_out = true;  // of backwards: TMA reads `out`
   // Of backwards with modifiers: whether dq, dk and dv are wanted; gradients of a bias and of slopes, shapes only, without
   // splits.
   bool need_qkv = true;

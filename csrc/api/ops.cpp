@@ -172,7 +172,7 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
   Request request{.direction = Direction::kBackward,
                   .problem = problem,
                   .deterministic = is_deterministic(a.deterministic, info),
-                  .has_tma_out = is_tma_ready(out) && out.scalar_type() == q.scalar_type(),
+                  .has_tma_out = is_tma_ready(out),
                   .constraints = choice.constraints};
   const bool moves_lse = is_modified && moves_lse_alone(request, info, a);
   std::optional<CallArgs> without_bias;

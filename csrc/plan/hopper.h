@@ -280,8 +280,8 @@ inline bool prefers_m192(const Problem& p, const Modifiers& m, const DeviceInfo&
   return !adds && m192_fits(p, m, d, c, M128Cost::hides());
 }
 
-// Whether tiles of 192 queries have 128 keys at head_dim 64: where whole tiles are many, because masks cut more of those, and
-// hide fewer. Documents under a causal mask are cut twice. Evidence: masked-m192.
+// Whether tiles of 192 queries have 128 keys at head_dim 64. They pay where most tiles are whole: masks cut more of the wider ones
+// and hide fewer of them. Documents under a causal mask are cut at both ends. Evidence: masked-m192.
 inline constexpr int kLeastCutKeys = 1024;
 inline int64_t average_keys(const Problem& p) {
   return p.is_varlen() ? p.total_k / std::max(p.batch, 1) : int64_t{p.seqlen_k};

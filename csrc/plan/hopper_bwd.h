@@ -47,8 +47,8 @@ inline bool has_stored_short(const Problem& p) {
   const int64_t keys = stored_short_tile(padded_head_dim(p.head_dim, p.head_dim_v)).block_n();
   return p.is_varlen() ? p.total_k <= keys * p.batch : p.seqlen_k <= keys;
 }
-// Among how many CTAs the queries of a head are divided where one warpgroup has all its keys. Counted in steps of 64 queries, of
-// which a CTA that begins and ends costs two, and sums two and a part of one for each part. CTAs that have a multiprocessor
+// Among how many CTAs the queries of a head are divided where one warpgroup has all its keys. Time is counted in steps of 64
+// queries. Begin and end of a CTA cost two steps. The sums cost two, and 0.15 for each part. CTAs that have a multiprocessor
 // to themselves are faster. Evidence: q-splits.
 inline int q_splits_of_short(const Problem& p, const DeviceInfo& d, const Constraints& c, int64_t tiles) {
   constexpr double kEnds = 2., kSums = 2., kPerPart = 0.15, kAlone = 0.7, kLastAlone = 0.85, kLeastGain = 0.9;
@@ -78,8 +78,9 @@ inline bool prefers_stored_short(const Problem& p, const DeviceInfo& d, const Co
   const int splits = q_splits_of_short(p, d, c, blocks);
   if (c.q_splits.value_or(1) > splits) return false;
   const bool has_few_queries = p.total_q <= int64_t{128} * p.batch;
-  // Where queries cannot be divided, blocks must go round; one alone is as fast as two warpgroups that share it.
-  const int64_t least = p.is_varlen() || p.num_heads != p.num_heads_k ? d.num_sms : (d.num_sms + 1) / 2;
+  // Blocks that cannot be divided must go round. One that has a multiprocessor alone is as fast as two warpgroups.
+  const bool may_divide = !p.is_varlen() && p.num_heads == p.num_heads_k && !has_unequal_tiles(p) && c.q_splits != 1;
+  const int64_t least = may_divide ? (d.num_sms + 1) / 2 : d.num_sms;
   return (p.seqlen_k <= 64 || splits > 1 || !has_few_tiles(p, d)) && (has_few_queries || blocks * splits >= least);
 }
 
@@ -93,9 +94,9 @@ inline bool prefers_short_sm80(const Problem& p, const DeviceInfo& d) {
   return rows <= (size <= 32 ? (many ? of_many : 32) : size <= 64 ? (many ? 32 : 16) : many ? 16 : 0);
 }
 
-// Blocks of 256 keys in the fused backward with modifiers, 128 a warpgroup: where there is one for each multiprocessor, they are
-// hardly more keys than those of 128, and masks leave most of them whole. Words of bool masks take their loaders too long.
-// Evidence: fused-bwd-mod.
+// Blocks of 256 keys, 128 a warpgroup, in the fused backward with modifiers. They pay where every multiprocessor has one, where
+// they cover hardly more keys than blocks of 128, and where masks leave most of them whole. Loaders are too slow for words
+// of bool masks. Evidence: fused-bwd-mod.
 inline bool prefers_wide_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
   if (c.wide_tiles) return *c.wide_tiles;
   const int64_t wide = make_grid(p, d, false, 256).ctas, others = make_grid(p, d, false, 128).ctas;

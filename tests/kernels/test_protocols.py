@@ -92,6 +92,12 @@ def run_one_warpgroup(m, rnd):
     backward(m, items, apart=True, draws=draws, stores=True, warpgroups=1, ds_slots=ds_slots)
 
 
+def run_own_stats(m, rnd):
+    items = [(0, [(at, (0,)) for at, _ in steps]) for _, steps in key_items(rnd)]
+    draws = rnd.random() < 0.5
+    backward(m, items, apart=True, draws=draws, stores=True, warpgroups=1, own_stats=True)
+
+
 def run_ring(m, rnd, *, apart):
     """Heads in rounds that come to a place three times or more, by fewer CTAs than a round has items, too."""
     round_heads, places, blocks, tiles = (rnd.randint(1, 2) for _ in range(4))
@@ -183,6 +189,7 @@ MODELS = {
     "backward of few rows": run_few_rows,
     "backward of few keys": run_few_keys,
     "backward of one warpgroup": run_one_warpgroup,
+    "backward that makes its statistics": run_own_stats,
     "wide backward, keys": run_split_dkdv,
     "wide backward, queries": run_split_dq,
     "wide with modifiers, keys": run_split_mod_dkdv,
@@ -230,6 +237,8 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
         ("backward adding and dropping, 64", "marks before loads", "deadlock"),
         ("backward adding fp32, 128", "the place of dS is not waited for", "overwrites dS"),
         ("backward of few keys", "one meeting", "part of dQ"),
+        ("backward that makes its statistics", "O comes before dQ is made", "O and dS"),
+        ("backward that makes its statistics", "statistics are read before all have made theirs", "made"),
         ("backward of one warpgroup", "dS is written where dQ may read it", "overwrites dS"),
         ("wide backward, keys", "an item without steps is held", "deadlock"),
         ("wide backward, queries", "K is let go before dQ is finished", "overwrites K"),

@@ -202,7 +202,12 @@ def test_stored_dq_of_one_warpgroup(target: Target, head_dim: int, q_splits: int
         dense(5, 1, most, 2, 2, head_dim),
         dense(80, 65, 60, 8, 8, head_dim, layout="bhsd"),
     ]
-    run_cases(cases, target.asking(row="sm90.bwd.dq_stored_short", q_splits=q_splits))
+    chosen = target.asking(row="sm90.bwd.dq_stored_short", q_splits=q_splits)
+    run_cases(cases, chosen)
+    # A CTA fetches its work, some of which has no queries.
+    few = [dense(3, 300, most, 2, 2, head_dim, causal=True),
+           dense(2, 700, 40, 2, 2, head_dim, window=(64, 0))]  # fmt: skip
+    run_cases(few, chosen.pretending(num_sms=1))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +229,7 @@ def test_one_warpgroup_makes_its_statistics(
 
 @on_targets("sm90-short")
 def test_statistics_of_an_out_that_tma_cannot_read(target: Target) -> None:
-    """Rows of an odd length, and fp32: a kernel in front reads them."""
+    """Rows of an odd length: a kernel in front reads them."""
     q, k, v = (torch.randn(3, n, 4, 64, device="cuda", dtype=torch.bfloat16) for n in (150, 90, 90))
     out, lse = flash_ext.forward(q, k, v)
     dout = torch.randn_like(out)

@@ -147,6 +147,10 @@ def machine_code() -> dict[tuple[str, str], collections.Counter]:
     }
 
 
+# Producers begin with it; consumers lie in front of them.
+GIVES_REGISTERS, OF_CONSUMERS = "USETMAXREG.DEALLOC.CTAPOOL", "LDL or STL before that"
+
+
 def opcodes_of(cubin: Path, nvdisasm: Path) -> dict[str, collections.Counter]:
     """Those of each kernel in a file. The disassembler takes 3 s for 2 MB, so they are kept."""
     opcode = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
@@ -159,11 +163,13 @@ def opcodes_of(cubin: Path, nvdisasm: Path) -> dict[str, collections.Counter]:
                     opcodes = found[line.split(".text.")[1].split()[0]] = collections.Counter()
                 elif match := opcode.match(line):
                     opcodes[match.group(1)] += 1
+                    if match.group(1).startswith(("LDL", "STL")) and not opcodes[GIVES_REGISTERS]:
+                        opcodes[OF_CONSUMERS] += 1
         assert listing.returncode == 0
         return json.dumps(found).encode()
 
     version = subprocess.run([nvdisasm, "--version"], check=True, capture_output=True).stdout
-    kernels = json.loads(kept("opcodes 1", [version, cubin.read_bytes()], make))
+    kernels = json.loads(kept("opcodes 2", [version, cubin.read_bytes()], make))
     return {kernel: collections.Counter(opcodes) for kernel, opcodes in kernels.items()}
 
 
@@ -347,10 +353,14 @@ def test_machine_code_holds_what_the_table_lists(resources, machine_code):
 
 
 def test_no_local_loads_or_stores(resources, machine_code):
-    kernels = [ptxas_log.KernelResources(**item) for item in resources["kernels"]]
-    for key in {(item.arch, item.symbol) for item in kernels if not item.may_spill}:
-        opcodes = machine_code[key]
-        assert not [name for name in opcodes if name.split(".")[0] in ("LDL", "STL")], key
+    """But by producers that have few registers, and six by consumers of a softcap beside them."""
+    for item in (ptxas_log.KernelResources(**item) for item in resources["kernels"]):
+        opcodes = machine_code[item.arch, item.symbol]
+        if item.may_spill:
+            caps = "bwd_mod" in item.name and "ScoreKind)3" in item.name
+            assert opcodes[GIVES_REGISTERS] == 1 and opcodes[OF_CONSUMERS] <= (6 if caps else 0), item.name
+        else:
+            assert not [name for name in opcodes if name.split(".")[0] in ("LDL", "STL")], item.name
 
 
 def test_matmul_kernels_use_tensor_cores_and_asynchronous_copies(resources, machine_code):

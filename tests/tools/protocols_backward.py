@@ -67,13 +67,15 @@ class KeyProducers(Items):
     (head, number), and the groups that see it."""
 
     def __init__(
-        self, m, cta, items, draw, draws, slots, draw_ahead, swap, readers=0, others=3, consumers=ALL
-    ):
+        self, m, cta, items, draw, draws, slots, draw_ahead, swap, readers=0, others=3, consumers=ALL,
+        own_stats=False,
+    ):  # fmt: skip
         super().__init__(m, cta, items, draw, draws, others, consumers)
         self.draw_ahead, self.swap, self.loaded = draw_ahead, swap, 0
         self.k, self.v = Slots("K", 1, readers or consumers), Slots("V", 1, readers or consumers)
-        self.q, self.dout = Slots("Q", slots, consumers, full=2), Slots("dO", slots, consumers)
-        self.stats_at = cells("stats", slots)
+        self.q, self.dout = Slots("Q", slots, consumers, full=2 + own_stats), Slots("dO", slots, consumers)
+        self.stats_at, self.own_stats = cells("stats", slots), own_stats
+        self.o_at = cells("O and dS", slots)  # where consumers make the statistics
 
     def keys(self, n):
         """Where K and V of the n-th item with steps are."""
@@ -100,7 +102,8 @@ class KeyProducers(Items):
                 if douts_too:
                     yield self.dout.left(at)
                 yield from self.q.load(me, at, (n, i))
-                me.copy(self.q.full[at % self.q.slots], self.stats_at[at % self.q.slots], (n, i))
+                beside = self.o_at if self.own_stats else self.stats_at
+                me.copy(self.q.full[at % self.q.slots], beside[at % self.q.slots], (n, i))
                 if douts_too:
                     yield from self.dout.load(me, at, (n, i))
                 if len(steps) - i == min(self.draw_ahead, len(steps)):
@@ -108,10 +111,21 @@ class KeyProducers(Items):
 
         yield from each_item(me, self.item, use)
 
+    def load_lse(self, me):
+        used = itertools.count()
+
+        def use(n):
+            for i in range(len(self.items[n][1])):
+                at = next(used)
+                yield self.q.left(at)
+                me.copy(self.q.full[at % self.q.slots], self.stats_at[at % self.q.slots], (n, i))
+
+        yield from each_item(me, self.item, use)
+
 
 def backward(
     m, items, apart=False, slots=2, draws=False, ordered=False, ctas=1, ring=None, makes_dq=True,
-    stores=False, sums=None, warpgroups=2, ds_slots=2,
+    stores=False, sums=None, warpgroups=2, ds_slots=2, own_stats=False,
 ):  # fmt: skip
     """bwd/produce.cuh, consume_cooperative() of bwd/consume.cuh, consume_independent() of
     bwd/consume_independent.cuh, bwd/dq_semaphore.cuh, bwd/stream_k.cuh.
@@ -124,12 +138,12 @@ def backward(
     dq_at = {(tile, warp): Cell(f"dQ of {tile}") for tile in turns for warp in range(WARPS)}
     draw = iter(range(len(items)))
     for cta in range(ctas):
-        others = 3 if ordered else 1 if stores else 2
+        others = 3 if ordered else 1 if stores and not own_stats else 2
         if sums:
             draw = iter(sums.of_cta[cta])
         x = KeyProducers(
             m, cta, items, draw, draws or ordered or ring, slots, 2, swap=not apart, others=others,
-            consumers=warpgroups * WARPS,
+            consumers=warpgroups * WARPS, own_stats=own_stats,
         )  # fmt: skip
         order = None
         if ordered:
@@ -147,6 +161,8 @@ def backward(
             x.role("turns 1", pass_dq_semaphores, x, order, 1) if apart else x.role(
                 "dO", x.load_steps, x.dout
             )
+        elif own_stats:
+            x.role("lse", x.load_lse)
         elif stores:
             pass
         elif makes_dq:
@@ -380,6 +396,7 @@ def consume_independent(x, order, ring=None, stores=False, sums=None, groups=2, 
     named, meetings = barriers(2, WARPS), barriers(2, ALL)
     parts = cells("part of dQ", WARPS)
     ds_at = [[cells(f"dS {slot} of {group}", WARPS) for slot in range(ds_slots)] for group in range(groups)]
+    made_at = [cells(f"made {slot}", WARPS) for slot in range(x.q.slots)]
 
     def body(me, group, warp):
         who, now = group * WARPS + warp, SimpleNamespace(steps=0, seen=0, items=0, place=-1)
@@ -392,15 +409,31 @@ def consume_independent(x, order, ring=None, stores=False, sums=None, groups=2, 
             rows, keys = (x.q.at(at), x.dout.at(at)), ((x.k.at(0), ("K", n)), (x.v.at(0), ("V", n)))
             for cell, value in (*((row, (n, i)) for row in rows), *keys):
                 me.begin(cell, value)
+            if x.own_stats:
+                made, o_at = made_at[at % x.q.slots], x.o_at[at % x.q.slots]
+                me.read(o_at, (n, i))
+                me.write(made[warp], (n, i))
+                if x.m.plant != "statistics are read before all have made theirs":
+                    yield from me.sync(named[group])
+                for cell in made:
+                    me.read(cell, (n, i))
+                if warp == 0:
+                    me.write(o_at, ("dS", n, i))
             me.write(ds[warp], (n, i))
             me.fence()
             yield from me.sync(named[group])
             for cell in ds:
                 me.begin(cell, (n, i))
+            if x.own_stats:
+                me.begin(o_at, ("dS", n, i))
             me.finish(*rows, x.v.at(0))
+            waits = x.own_stats and x.m.plant != "O comes before dQ is made"
+            if waits:
+                me.finish(*ds, x.k.at(0), o_at)
             x.q.let_go(me, at)
             x.dout.let_go(me, at)
-            me.finish(*ds, x.k.at(0))
+            if not waits:
+                me.finish(*ds, x.k.at(0), *([o_at] if x.own_stats else []))
             meeting = meetings[now.seen % 2 if x.m.plant != "one meeting" else 0]
             if stores and groups == 2 and group == now.seen % 2:
                 me.write(parts[warp], (n, i))

@@ -46,7 +46,7 @@ struct BwdArgs {
   DqPoolView pool;
   StreamK stream_k;
   int unit_heads = 1;  // of key heads that are given out together (Launch::unit_heads)
-  bool makes_stats = false;  // of rows, where T::kMayMakeStats; else a kernel before this one has
+  bool makes_stats = false;  // whether consumers make the statistics of rows (T::kMayMakeStats); else they are there
   Divisor query_splits =
       Divisor(1);  // of the queries of a head, where T::kUnits: parts of its dk and dv, neighbours in order
 };

@@ -7,8 +7,8 @@
 
 namespace flash_ext::sm90 {
 
-// Statistics of a step's rows by the consumers themselves, two threads a row: -lse and -delta in the form of passes.cuh, from lse
-// and its gradient, which they replace, and tiles of `out` and dO in shared memory. rows_left: of the sequence.
+// Statistics of a step's rows by the consumers themselves, two threads a row: -lse and -delta in the form of passes.cuh. They
+// replace lse and its gradient. O and dO are tiles in shared memory. rows_left: of the sequence.
 template <typename E, int kRows>
 __device__ __forceinline__ void make_row_stats(unsigned char* stats, uint32_t out, uint32_t dout, int rows_left) {
   const int row = ptx::fresh_thread_idx() % 128 / 2, half = ptx::fresh_thread_idx() % 2;

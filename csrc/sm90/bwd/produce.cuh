@@ -138,7 +138,7 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
           if (word != nullptr) wait_for_count(word, awaited);
         }
         ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
-        if (dynamic && count == 0) ptx::mbarrier_arrive(bars.work_ending());
+        if (dynamic && work.steps == 0) ptx::mbarrier_arrive(bars.work_ending());
       }
       if constexpr (T::kSchedulerLoadsKeys) {
         __syncwarp();
@@ -297,9 +297,8 @@ __device__ __forceinline__ void load_queries(const BwdArgs& a, const BwdMaps& ma
         const int h = work.w.h * static_cast<int>(a.grid.shared.divisor) + walk.head;
         const int64_t tile = work.tile + static_cast<int64_t>(walk.head) * a.tiles_per_head + walk.block;
         const uint32_t full = bars.q_full(ring.stage);
-        copy_tile<T::kChunks, T::kBlockM>(maps.q, a.q, smem + T::kQAt + ring.stage * T::kQBytes, full,
-                                          row_coordinates(a.p.problem, work.w.q, work.w.b, walk.block * T::kBlockM), h);
         const RowCoordinates at = row_coordinates(a.p.problem, work.w.q, work.w.b, walk.block * T::kBlockM);
+        copy_tile<T::kChunks, T::kBlockM>(maps.q, a.q, smem + T::kQAt + ring.stage * T::kQBytes, full, at, h);
         if (T::kMayMakeStats && a.makes_stats) {
           copy_tile<T::kChunks, T::kBlockM>(maps.out, a.out, smem + T::kDsAt + ring.stage * T::kDsBytes, full, at, h);
         } else {

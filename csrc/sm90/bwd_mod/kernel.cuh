@@ -5,11 +5,11 @@
 // while the product of dP runs.
 //
 // Shared memory, 128-byte swizzled tiles first:
-//   K, V     [128 rows]
+//   K, V     [kBlockN rows]
 //   Q, dO    [kStages][64 rows]
-//   dS       [3][64 queries x 128 keys]
-//   bias     [2][64 queries x 64 keys] of 16 bits, [4][64 x 32] in fp32, in kernels that add one; else mask words [kMaskStages][2][consumer threads]
-//   staging  [consumer warps][4 KB]   dQ, or rows of gradients, on their way out
+//   dS       [3][64 queries x 128 keys]; of each independent warpgroup [2]
+//   bias     [kBlockN / 64][64 queries x 64 keys] of 16 bits, [4][64 x 32] in fp32, in kernels that add one; else mask words [kMaskStages][2][consumer threads]
+//   staging  [consumer warps][4 KB]   dQ, or rows of gradients, on their way out; not of independent warpgroups
 //   stats    [kStages][-lse * log2 e of 64 queries, -delta]
 //   ModKeyShared, barriers
 #pragma once

@@ -156,6 +156,15 @@ def run_backward_mod(m, rnd, *, slots, **kind):
     backward_mod(m, items, slots, **kind, draws=rnd.random() < 0.5)
 
 
+def run_wide_mod(m, rnd):
+    items = mod_items(rnd)
+    seen = {
+        (n, i): rnd.choice(((0, 1), (0,), (1,))) for n, steps in enumerate(items) for i in range(len(steps))
+    }
+    kind = rnd.choice(({"bias": True, "mark_slots": 1, "slots": 3}, {"consumers_draw": True}, {}))
+    backward_mod(m, items, **({"slots": 4} | kind), seen=seen, draws=rnd.random() < 0.5)
+
+
 def model(run, **fixed):
     return lambda m, rnd: run(m, rnd, **fixed)
 
@@ -189,6 +198,7 @@ MODELS = {
     "backward of few rows": run_few_rows,
     "backward of few keys": run_few_keys,
     "backward of one warpgroup": run_one_warpgroup,
+    "backward with modifiers, blocks of 256 keys": run_wide_mod,
     "backward that makes its statistics": run_own_stats,
     "wide backward, keys": run_split_dkdv,
     "wide backward, queries": run_split_dq,
@@ -238,6 +248,10 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
         ("backward adding fp32, 128", "the place of dS is not waited for", "overwrites dS"),
         ("backward of few keys", "one meeting", "part of dQ"),
         ("backward that makes its statistics", "O comes before dQ is made", "O and dS"),
+        ("backward with modifiers, blocks of 256 keys", "one place for draws", "draws"),
+        ("backward with modifiers, blocks of 256 keys", "a bias is not waited for", "bias"),
+        ("backward with modifiers, blocks of 256 keys", "one place for dS", "dS"),
+        ("backward with modifiers, blocks of 256 keys", "marks are let go before they are read", "marks"),
         ("backward that makes its statistics", "statistics are read before all have made theirs", "made"),
         ("backward of one warpgroup", "dS is written where dQ may read it", "overwrites dS"),
         ("wide backward, keys", "an item without steps is held", "deadlock"),

@@ -116,14 +116,18 @@ def backward_mod(
     bias=False,
     draws=False,
     ds_places=3,
+    seen=None,
 ):
     """load_mod_steps() of bwd_mod/produce.cuh, consume_mod_keys() of bwd_mod/consume.cuh. Loaders that draw
-    leave a second mark for every step. Of two places for dS a warp waits for its own."""
+    leave a second mark for every step. Of two places for dS a warp waits for its own. With `seen`, the groups
+    that see a step, consume_mod_independent() of bwd_mod/consume_independent.cuh."""
     x = ModProducers(m, items, mark_slots, ALL, draws, draw_ahead=6)
     places = Slots("first place of keys", 1, ALL), Slots("second place", 1, ALL)
     q, dout = x.q, x.dout = Slots("Q", slots, ALL, full=3), Slots("dO", slots, ALL)
     tile_of_bias = Slots("bias", 1, ALL)
-    x.stats_at, x.step_at = cells("stats", slots), cells("step", 2 * slots)
+    of_groups = [[Slots(f"bias {b} of {group}", 1, WARPS) for b in range(2)] for group in range(2)]
+    biases = [tile_of_bias] if seen is None else of_groups[0] + of_groups[1]
+    x.stats_at, x.step_at = cells("stats", slots), cells("step", 2 * slots if seen is None else slots)
     x.drop_at = cells("keys of dropout", slots)
     ds, ds_empty = DsPlaces(ds_places), barriers(ds_places, ALL)
     pairs, drawn_at = barriers(WARPS, 2), [cells(f"draws {slot} for", ALL) for slot in range(2)]
@@ -142,7 +146,8 @@ def backward_mod(
             elif number == 2:
                 yield from dout.load(me, now.steps, step)
             elif bias:
-                yield from tile_of_bias.load(me, now.steps, step)
+                for of_bias in biases:
+                    yield from of_bias.load(me, now.steps, step)
             now.steps += 1
 
         def begin(n):
@@ -236,4 +241,92 @@ def backward_mod(
         yield from each_item(me, x.item, use)
 
     x.start(loader)
-    m.warps(2, consumer)
+    if seen is None:
+        m.warps(2, consumer)
+        return
+    apart = consume_apart(x, places, of_groups, seen, slots, consumers_draw, bias)
+    m.warps(2, apart)
+
+
+def consume_apart(x, places, biases, seen, slots, draws, bias):
+    """Warpgroups with keys of their own, in two blocks."""
+    named, pairs = barriers(2, WARPS), barriers(WARPS, 2)
+    drawn_at = [cells(f"draws of block {b} for", ALL) for b in range(2)]
+    ds_at = [[cells(f"dS {slot} of {group}", 2 * WARPS) for slot in range(2)] for group in range(2)]
+
+    def consumer(me, group, warp):
+        who, now = group * WARPS + warp, SimpleNamespace(steps=0, seen=0, items=0)
+        marks = Marks(me, x.marks)
+
+        def let_go(at):
+            x.q.let_go(me, at)
+            x.dout.let_go(me, at)
+
+        def block(b, at, step, k, v, ds):
+            rows = (
+                (x.q.at(at), step),
+                (x.dout.at(at), step),
+                (k.at(0), ("K", step[0])),
+                (v.at(0), ("V", step[0])),
+            )
+            for cell, value in rows:
+                me.begin(cell, value)
+            if draws:
+                me.read(x.drop_at[at % slots], step[2])
+                drawn = drawn_at[0 if x.m.plant == "one place for draws" else b]
+                me.write(drawn[who ^ 1], (at, b))
+                yield from me.sync(pairs[who // 2])
+                me.read(drawn[who], (at, b))
+            me.read(x.stats_at[at % slots], step)
+            if bias:
+                of_bias = biases[group][b]
+                if x.m.plant != "a bias is not waited for":
+                    yield of_bias.ready(at)
+                me.read(of_bias.at(at), step)
+                of_bias.let_go(me, at)
+            me.finish(*(cell for cell, _ in rows))
+            me.write(ds[b * WARPS + warp], step)
+
+        def one_step(k, v, step, is_tested):
+            at = now.steps
+            yield x.q.ready(at)
+            yield x.dout.ready(at)
+            me.read(x.step_at[at % slots], step)
+            if is_tested:
+                yield from marks.take(("visible", *step))
+            now.steps += 1
+            if group not in seen[step[:2]]:
+                for of_bias in biases[group] * bias:
+                    yield of_bias.ready(at)
+                    of_bias.let_go(me, at)
+                let_go(at)
+                return
+            ds = ds_at[group][now.seen % 2 if x.m.plant != "one place for dS" else 0]
+            now.seen += 1
+            for b in range(2):
+                yield from block(b, at, step, k, v, ds)
+            me.fence()
+            for cell in (x.q.at(at), x.dout.at(at)):  # products of dV and dK
+                me.begin(cell, step)
+            yield from me.sync(named[group])
+            for cell in ds:
+                me.begin(cell, step)
+            me.begin(k.at(0), ("K", step[0]))
+            me.finish(x.q.at(at), x.dout.at(at))
+            me.read(x.step_at[at % slots], step)
+            let_go(at)
+            me.finish(*ds, k.at(0))
+
+        def use(n):
+            k, v = places[now.items % 2], places[1 - now.items % 2]
+            yield k.ready(now.items)
+            yield v.ready(now.items)
+            for i, (head, is_tested) in enumerate(x.items[n]):
+                yield from one_step(k, v, (n, i, head), is_tested)
+            k.let_go(me, now.items)
+            v.let_go(me, now.items)
+            now.items += 1
+
+        yield from each_item(me, x.item, use)
+
+    return consumer

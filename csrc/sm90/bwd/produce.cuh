@@ -138,7 +138,8 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
           if (word != nullptr) wait_for_count(word, awaited);
         }
         ptx::mbarrier_arrive(bars.work_full(work_ring.stage));
-        if (dynamic && work.steps == 0) ptx::mbarrier_arrive(bars.work_ending());
+        const bool is_empty = T::kUnits ? work.steps == 0 : count == 0;
+        if (dynamic && is_empty) ptx::mbarrier_arrive(bars.work_ending());
       }
       if constexpr (T::kSchedulerLoadsKeys) {
         __syncwarp();

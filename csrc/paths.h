@@ -27,7 +27,7 @@ struct Constraints {
   std::string_view row;            // of the plan's tables (plan.h), in its own direction
   std::optional<int> kv_splits;    // of the keys of a plain forward; 0: never split
   std::optional<int> gqa_splits;   // of the query heads of a key head in a plain backward, where it divides them
-  std::optional<int> q_splits;  // of the queries of a block of keys, in Hopper's backwards with modifiers or of few keys
+  std::optional<int> q_splits;  // of the queries of a block of keys, in Hopper's backwards with modifiers or few keys
   std::optional<int> fwd_block_m;  // 128 or 192 queries a tile, in forwards for Hopper that have both
   std::optional<bool> wide_tiles;  // more keys a tile, in kernels for Hopper with modifiers that have both
   std::optional<bool> dq_pool;  // in the plain fused backward for Hopper, which such a call then takes

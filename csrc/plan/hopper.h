@@ -281,7 +281,8 @@ inline bool prefers_m192(const Problem& p, const Modifiers& m, const DeviceInfo&
 }
 
 // Whether tiles of 192 queries have 128 keys at head_dim 64. They pay where most tiles are whole: masks cut more of the wider ones
-// and hide fewer of them. Documents under a causal mask are cut at both ends. Evidence: masked-m192.
+// and hide fewer of them, and a bound cuts a tile of every row of tiles. Documents under a causal mask are cut at both ends.
+// Evidence: masked-m192.
 inline constexpr int kLeastCutKeys = 1024;
 inline int64_t average_keys(const Problem& p) {
   return p.is_varlen() ? p.total_k / std::max(p.batch, 1) : int64_t{p.seqlen_k};
@@ -290,12 +291,13 @@ inline bool has_short_window(const Problem& p) {
   return p.window_left >= 0 && p.window_right >= 0 && int64_t{p.window_left} + p.window_right < kLeastCutKeys;
 }
 inline bool prefers_wide_tiles(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
-  constexpr int kLeastKeys = 256, kLeastDocuments = 8192;
+  constexpr int kLeastKeys = 256, kLeastBoundKeys = 2048, kLeastDocuments = 8192;
   if (c.wide_tiles) return *c.wide_tiles;
   if (d.batch_invariant || m.blocks.words != nullptr || has_short_window(p)) return false;
-  const bool has_bound = p.window_left >= 0 || p.window_right >= 0;
-  if (m.document_k.ids != nullptr && has_bound) return average_keys(p) >= kLeastDocuments;
-  return average_keys(p) >= (has_bound || asks_any<kHidingKinds>(m) ? kLeastCutKeys : kLeastKeys);
+  if (p.window_left >= 0 || p.window_right >= 0) {
+    return average_keys(p) >= (m.document_k.ids != nullptr ? kLeastDocuments : kLeastBoundKeys);
+  }
+  return average_keys(p) >= (asks_any<kHidingKinds>(m) ? kLeastCutKeys : kLeastKeys);
 }
 
 // Of up to 128 rows the tile is one of either height. Beside a bias in fp32 higher ones gain from some 1000 rows on.

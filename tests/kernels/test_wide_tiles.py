@@ -98,9 +98,11 @@ def test_backward_in_parts(target: Target, splits: int) -> None:
                 run_case(case, chosen)
 
 
-def rows_of(head_dim: int, seqlen: int, **options: object) -> tuple[str, str]:
-    q, k, v = blank_qkv(batch=32, seqlen_q=seqlen, seqlen_k=seqlen, heads=16, heads_k=16, head_dim=head_dim,
-                       dtype=torch.bfloat16)  # fmt: skip
+def rows_of(
+    head_dim: int, seqlen: int, batch: int = 32, heads: int = 16, **options: object
+) -> tuple[str, str]:
+    sizes = {"batch": batch, "seqlen_q": seqlen, "seqlen_k": seqlen, "heads": heads, "heads_k": heads}
+    q, k, v = blank_qkv(**sizes, head_dim=head_dim, dtype=torch.bfloat16)
     found = flash_ext.explain(q, k, v, gpu=H200, **options)
     return found.forward["row"], found.backward["row"]
 
@@ -109,7 +111,7 @@ def rows_of(head_dim: int, seqlen: int, **options: object) -> tuple[str, str]:
     ("head_dim", "seqlen", "options", "wide"),
     [
         (64, 1024, {"softcap": 30.0}, True), (64, 2048, {"softcap": 30.0, "causal": True}, True),
-        (64, 512, {"softcap": 30.0, "causal": True}, False), (64, 256, {"softcap": 30.0}, True),
+        (64, 1024, {"softcap": 30.0, "causal": True}, False), (64, 256, {"softcap": 30.0}, True),
         (64, 192, {"softcap": 30.0}, False), (128, 2048, {"softcap": 30.0}, False),
         (64, 2048, {"softcap": 30.0, "window_size": (128, 0)}, False),
         (64, 2048, {"softcap": 30.0, "window_size": (1024, 0)}, True),
@@ -121,9 +123,27 @@ def test_which_calls_have_them(
     """Those whose masks cut few tiles."""
     forward, backward = rows_of(head_dim, seqlen, **options)
     assert ("m192_wide" in forward) == wide
-    # Of 512 rows under a causal mask and of 192 backwards have them, too.
-    short = head_dim == 64 and seqlen < 1024
+    # Of 1024 rows under a causal mask and of 192 backwards have them, too.
+    short = head_dim == 64 and seqlen < 2048 and "window_size" not in options
     assert ("fused_wide" in backward) == (wide or short)
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "causal", "wide"),
+    [
+        (1, 2560, False, False), (1, 2816, False, True),  # 120 blocks of 256 keys, 132
+        (2, 1536, False, False), (2, 2048, False, False), (2, 3072, False, False),  # 144, 192, 288
+        (4, 2048, False, True), (5, 3072, False, True),  # 384, 720
+        (2, 1536, True, False), (2, 2048, True, False), (2, 3072, True, True), (4, 2048, True, True),
+        (64, 577, False, False), (64, 900, False, True),  # 3 blocks beside 5, 4 beside 8
+    ],
+)  # fmt: skip
+def test_backwards_that_they_fill_the_gpu(
+    pretended_gpu, batch: int, seqlen: int, causal: bool, wide: bool
+) -> None:
+    """Equal blocks run in whole rounds of 132, those under a causal mask from two a multiprocessor on."""
+    backward = rows_of(64, seqlen, batch, 12, softcap=30.0, causal=causal)[1]
+    assert ("fused_wide" in backward) == wide
 
 
 def test_batch_invariant_calls_do_not(pretended_gpu) -> None:

@@ -47,11 +47,22 @@ inline bool has_stored_short(const Problem& p) {
   const int64_t keys = stored_short_tile(padded_head_dim(p.head_dim, p.head_dim_v)).block_n();
   return p.is_varlen() ? p.total_k <= keys * p.batch : p.seqlen_k <= keys;
 }
+// The fastest number of parts, at most 16; 1 where none takes less than `share` of its time.
+template <typename TimeOf>
+int fastest_splits(int64_t steps, double share, const TimeOf& time_of) {
+  int best = 1;
+  for (int splits = 2; splits <= std::min<int64_t>(steps, 16); ++splits) {
+    const double time = time_of(splits);
+    if (time < share * time_of(1) && time < time_of(best)) best = splits;
+  }
+  return best;
+}
+
 // Among how many CTAs the queries of a head are divided where one warpgroup has all its keys. Time is counted in steps of 64
 // queries. Begin and end of a CTA cost two steps. The sums cost two, and 0.15 for each part. CTAs that have a multiprocessor
 // to themselves are faster. Evidence: q-splits.
 inline int q_splits_of_short(const Problem& p, const DeviceInfo& d, const Constraints& c, int64_t tiles) {
-  constexpr double kEnds = 2., kSums = 2., kPerPart = 0.15, kAlone = 0.7, kLastAlone = 0.85, kLeastGain = 0.9;
+  constexpr double kEnds = 2., kSums = 2., kPerPart = 0.15, kAlone = 0.7, kLastAlone = 0.85, kShare = 0.9;
   const int64_t steps = (p.seqlen_q + 63) / 64;
   if (p.is_varlen() || p.num_heads != p.num_heads_k || tiles <= 0 || tiles > INT32_MAX / 64) return 1;
   if (c.q_splits) return static_cast<int>(std::clamp<int64_t>(steps, 1, *c.q_splits));
@@ -64,11 +75,7 @@ inline int q_splits_of_short(const Problem& p, const DeviceInfo& d, const Constr
     const double sums = splits > 1 ? kSums + kPerPart * splits : 0.;
     return rounds * (static_cast<double>((steps + splits - 1) / splits) + kEnds) + sums;
   };
-  int best = 1;
-  for (int splits = 2; splits <= std::min<int64_t>(steps, 16); ++splits) {
-    if (time_of(splits) < kLeastGain * time_of(1) && time_of(splits) < time_of(best)) best = splits;
-  }
-  return best;
+  return fastest_splits(steps, kShare, time_of);
 }
 // Many queries of few blocks of keys must be shared out. Evidence: whole-keys.
 inline bool prefers_stored_short(const Problem& p, const DeviceInfo& d, const Constraints& c) {
@@ -119,11 +126,7 @@ inline int q_splits_of(const Problem& p, const DeviceInfo& d, const Constraints&
     const int64_t rounds = (tiles * splits + d.num_sms - 1) / d.num_sms;
     return rounds * (2 * ((steps + splits - 1) / splits) + 3) + (splits > 1 ? 6 : 0);  // in half steps
   };
-  int best = 1;
-  for (int splits = 2; splits <= std::min<int64_t>(steps, 16); ++splits) {
-    if (100 * time_of(splits) < 95 * time_of(1) && time_of(splits) < time_of(best)) best = splits;
-  }
-  return best;
+  return fastest_splits(steps, 0.95, time_of);
 }
 
 // Whether additions to dQ in a fixed order are faster than others, so that calls get them that did not ask: their first

@@ -138,7 +138,7 @@ def test_which_calls_have_them(
         (64, 577, False, False), (64, 900, False, True),  # 3 blocks beside 5, 4 beside 8
     ],
 )  # fmt: skip
-def test_backwards_that_they_fill_the_gpu(
+def test_backwards_have_them_where_they_fill_the_gpu(
     pretended_gpu, batch: int, seqlen: int, causal: bool, wide: bool
 ) -> None:
     """Equal blocks run in whole rounds of 132, those under a causal mask from two a multiprocessor on."""

@@ -42,7 +42,6 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
   const int warp = (threadIdx.x / 32) % 4;
   const int heads = static_cast<int>(a.grid.shared.divisor);
   const float scale = a.p.problem.scale_log2;
-  constexpr uint32_t kBlockStep = 64 * 128 / 16;  // from one block of keys to the next
   constexpr int kRows = T::kPartRows;
   const uint32_t k_low = uniform(descriptor_low(smem + group * 128 * 128, 16));
   const uint32_t v_low = uniform(descriptor_low(smem + T::kVAt + group * 128 * 128, 16));
@@ -107,8 +106,6 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
           ptx::bar_sync(ptx::kGroupBarrier + group, 128);
         }
       }
-      // Of products over queries, whose columns may come in two chunks.
-      constexpr uint32_t kToRows = D > 64 ? (kM * 128 - 16) / 16 << 16 : 0;
       const float* stats =
           reinterpret_cast<const float*>(smem_bytes + T::kStatsAt) + ring.stage * 2 * kM + 2 * (lane % 4);
       // Both blocks of keys use the same lse: to read it twice is slower.
@@ -117,11 +114,6 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
       if constexpr (T::kDsStages == 1) ptx::bar_sync(ptx::kGroupBarrier + group, 128);  // dQ of the step before is made
       float s[32], dp[32];
       uint32_t p_words[16], ds_words[16];
-      const auto issue_s = [&](int b) {
-        ptx::wgmma_fence();
-        issue_products<E, D, kRows, kM, false>(s, k_low + b * kBlockStep, q_low);
-        ptx::wgmma_commit();
-      };
       const auto form = [&](int b) {
         ptx::wgmma_wait<1>();
         ptx::warpgroup_fence_operand(s);
@@ -144,42 +136,8 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
         ptx::warpgroup_fence_operand(p_words);
         ptx::warpgroup_fence_operand(ds_words);
       };
-      const auto issue_gradients = [&](int b) {
-        ptx::wgmma_fence();
-        issue_pv<E>(dv[b], p_words, dout_low + kToRows);
-        issue_pv<E>(dk[b], ds_words, q_low + kToRows);
-        ptx::wgmma_commit();
-      };
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        ptx::warpgroup_fence_operand(dk[b]);
-        ptx::warpgroup_fence_operand(dv[b]);
-      }
-      begin_dp(dp, stats + kM);
-      ptx::warpgroup_fence_operand(s);
-      ptx::warpgroup_fence_operand(dp);
-      issue_s(0);
-      issue_products<E, D, kRows, kM, true>(dp, v_low, dout_low);
-      ptx::wgmma_commit();
-      form(0);
-      if constexpr (kBlocks == 2) {
-        issue_gradients(0);
-        ptx::warpgroup_fence_operand(s);
-        issue_s(1);
-        // The words are free again before dP needs registers: there are not enough for both.
-        ptx::wgmma_wait<1>();
-        ptx::warpgroup_fence_operand(dk[0]);
-        ptx::warpgroup_fence_operand(dv[0]);
-        ptx::warpgroup_fence_operand(p_words);
-        ptx::warpgroup_fence_operand(ds_words);
-        ptx::warpgroup_fence_operand(dp);
-        ptx::wgmma_fence();
-        issue_products<E, D, kRows, kM, false>(dp, v_low + kBlockStep, dout_low);
-        ptx::wgmma_commit();
-        form(1);
-      }
-      ptx::fence_proxy_async();
-      issue_gradients(kBlocks - 1);
+      take_key_blocks<E, kM, kRows, true>({k_low, v_low, q_low, dout_low}, s, dp, p_words, ds_words, dk, dv, stats + kM,
+                                          form);
       debug_delay();
       ptx::bar_sync(ptx::kGroupBarrier + group, 128);
       const int tile = (T::kPool ? work.dq_tile : work.tile) + walk.head * a.tiles_per_head + walk.block;
@@ -196,11 +154,7 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
         if constexpr (T::kOrdered && !T::kStaged) seen = ptx::load_acquire(a.dq_semaphore + tile);
         if constexpr (kFirst == 0) {
           ptx::wgmma_wait<1>();
-#pragma unroll
-          for (int b = 0; b < kBlocks; ++b) {
-            ptx::warpgroup_fence_operand(dk[b]);
-            ptx::warpgroup_fence_operand(dv[b]);
-          }
+          fence_blocks(dk, dv);
           if constexpr (!T::kMayMakeStats) {
             arrive(bars.q_empty(ring.stage));
             arrive(bars.dout_empty(ring.stage));

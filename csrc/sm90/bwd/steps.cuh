@@ -297,4 +297,69 @@ struct KeyReach {
   __device__ bool whole(int block) const { return block >= whole_begin && block < whole_end; }
 };
 
+// Independent warpgroups have kBlocks blocks of 64 keys each.
+inline constexpr uint32_t kKeyBlockStep = 64 * 128 / 16;  // from one to the next in K and V, for a descriptor
+struct KeyBlockTiles {
+  uint32_t k, v, q, dout;  // low words of descriptors, K and V of the warpgroup's keys
+};
+
+template <int kBlocks, int kCount>
+__device__ __forceinline__ void fence_blocks(float (&dk)[kBlocks][kCount], float (&dv)[kBlocks][kCount]) {
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    ptx::warpgroup_fence_operand(dk[b]);
+    ptx::warpgroup_fence_operand(dv[b]);
+  }
+}
+
+// Adds to dK and dV what kM queries give, block by block, because registers do not hold S and dP of two. `form` waits for S and
+// dP of a block, leaves P and dS in the words, and stores dS. The last products still run afterwards. kFromDelta: the first
+// dP starts from -delta.
+template <typename E, int kM, int kRows, bool kFromDelta, int kBlocks, int kCount, typename Form>
+__device__ __forceinline__ void take_key_blocks(KeyBlockTiles low, float (&s)[32], float (&dp)[32],
+                                                uint32_t (&p_words)[16], uint32_t (&ds_words)[16],
+                                                float (&dk)[kBlocks][kCount], float (&dv)[kBlocks][kCount],
+                                                const float* minus_delta, const Form& form) {
+  constexpr int D = 2 * kCount;
+  // Of products over queries, whose columns may come in two chunks.
+  constexpr uint32_t kToRows = D > 64 ? (kM * 128 - 16) / 16 << 16 : 0;
+  const auto issue_s = [&](int b) {
+    ptx::wgmma_fence();
+    issue_products<E, D, kRows, kM, false>(s, low.k + b * kKeyBlockStep, low.q);
+    ptx::wgmma_commit();
+  };
+  const auto issue_gradients = [&](int b) {
+    ptx::wgmma_fence();
+    issue_pv<E>(dv[b], p_words, low.dout + kToRows);
+    issue_pv<E>(dk[b], ds_words, low.q + kToRows);
+    ptx::wgmma_commit();
+  };
+  fence_blocks(dk, dv);
+  if constexpr (kFromDelta) begin_dp(dp, minus_delta);
+  ptx::warpgroup_fence_operand(s);
+  ptx::warpgroup_fence_operand(dp);
+  issue_s(0);
+  issue_products<E, D, kRows, kM, kFromDelta>(dp, low.v, low.dout);
+  ptx::wgmma_commit();
+  form(0);
+  if constexpr (kBlocks == 2) {
+    issue_gradients(0);
+    ptx::warpgroup_fence_operand(s);
+    issue_s(1);
+    // The words are free again before dP needs registers: there are not enough for both.
+    ptx::wgmma_wait<1>();
+    ptx::warpgroup_fence_operand(dk[0]);
+    ptx::warpgroup_fence_operand(dv[0]);
+    ptx::warpgroup_fence_operand(p_words);
+    ptx::warpgroup_fence_operand(ds_words);
+    ptx::warpgroup_fence_operand(dp);
+    ptx::wgmma_fence();
+    issue_products<E, D, kRows, kM, false>(dp, low.v + kKeyBlockStep, low.dout);
+    ptx::wgmma_commit();
+    form(1);
+  }
+  ptx::fence_proxy_async();
+  issue_gradients(kBlocks - 1);
+}
+
 }  // namespace flash_ext::sm90

@@ -13,7 +13,6 @@ __device__ __forceinline__ void consume_mod_independent(const BwdModArgs& a, uin
                                                         ModKeyShared<T>& shared, ModKeyBarriers<T> bars, int group) {
   using E = typename T::Element;
   constexpr int D = T::kHeadDim, kM = T::kBlockM, kBlocks = 2, kRows = 64 * kBlocks;
-  constexpr uint32_t kBlockStep = 64 * 128 / 16;  // from one block of keys to the next
   static_assert(D == 64 && T::kDsStages == 2);
   const Modifiers& m = a.m;
   const Problem& problem = a.plain.p.problem;
@@ -101,11 +100,6 @@ __device__ __forceinline__ void consume_mod_independent(const BwdModArgs& a, uin
       const auto first_query = [&] { return step.block * kM; };
       float s[32], dp[32];
       uint32_t p_words[16], ds_words[16];
-      const auto issue_s = [&](int b) {
-        ptx::wgmma_fence();
-        issue_products<E, D, kRows, kM, false>(s, k_low + b * kBlockStep, q_low);
-        ptx::wgmma_commit();
-      };
       const auto form = [&](int b) {
         const auto first_key = [&] { return group_key + b * 64 + warp * 16; };
         uint32_t own_visible = visible[b];
@@ -152,41 +146,9 @@ __device__ __forceinline__ void consume_mod_independent(const BwdModArgs& a, uin
         ptx::warpgroup_fence_operand(p_words);
         ptx::warpgroup_fence_operand(ds_words);
       };
-      const auto issue_gradients = [&](int b) {
-        ptx::wgmma_fence();
-        issue_pv<E>(dv[b], p_words, dout_low);
-        issue_pv<E>(dk[b], ds_words, q_low);
-        ptx::wgmma_commit();
-      };
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        ptx::warpgroup_fence_operand(dk[b]);
-        ptx::warpgroup_fence_operand(dv[b]);
-      }
       // With dropout -delta comes to dP afterwards.
-      if constexpr (!T::kDrops) begin_dp(dp, stats + kM);
-      ptx::warpgroup_fence_operand(s);
-      ptx::warpgroup_fence_operand(dp);
-      issue_s(0);
-      issue_products<E, D, kRows, kM, !T::kDrops>(dp, v_low, dout_low);
-      ptx::wgmma_commit();
-      form(0);
-      issue_gradients(0);
-      ptx::warpgroup_fence_operand(s);
-      issue_s(1);
-      // The words are free again before dP needs registers: there are not enough for both.
-      ptx::wgmma_wait<1>();
-      ptx::warpgroup_fence_operand(dk[0]);
-      ptx::warpgroup_fence_operand(dv[0]);
-      ptx::warpgroup_fence_operand(p_words);
-      ptx::warpgroup_fence_operand(ds_words);
-      ptx::warpgroup_fence_operand(dp);
-      ptx::wgmma_fence();
-      issue_products<E, D, kRows, kM, false>(dp, v_low + kBlockStep, dout_low);
-      ptx::wgmma_commit();
-      form(1);
-      ptx::fence_proxy_async();
-      issue_gradients(1);
+      take_key_blocks<E, kM, kRows, !T::kDrops>({k_low, v_low, q_low, dout_low}, s, dp, p_words, ds_words, dk, dv,
+                                                stats + kM, form);
       debug_delay();
       ptx::bar_sync(ptx::kGroupBarrier + group, 128);
       float dq[D / 2];
@@ -194,11 +156,7 @@ __device__ __forceinline__ void consume_mod_independent(const BwdModArgs& a, uin
       issue_dq<E, kRows>(dq, uniform(descriptor_low(ds_at + ds_stage * T::kDsBytes, 16)), k_low);
       ptx::wgmma_commit();
       ptx::wgmma_wait<1>();
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        ptx::warpgroup_fence_operand(dk[b]);
-        ptx::warpgroup_fence_operand(dv[b]);
-      }
+      fence_blocks(dk, dv);
       // The gradient of a 16-bit bias with an entry for each score is dS.
       if constexpr (T::kAdds) {
         if (a.dbias.out != nullptr) {

@@ -231,6 +231,7 @@ def test_a_row_of_the_other_direction_is_not_asked_for(pretended_gpu) -> None:
         ("kv_splits=4.5", "kv_splits takes a number of at least 0"),
         ("fwd_block_m=64", "fwd_block_m takes 128 or 192"),
         ("dq_pool=2", "dq_pool takes 0 or 1"),
+        ("wide_tiles=2", "wide_tiles takes 0 or 1"),
         ("row=sm90.fwd", "no row 'sm90.fwd'"),
     ],
 )

@@ -222,7 +222,8 @@ MUTANTS = (
     Mutant(802, "M8 fence of the async proxy removed: dS",
            "wgmma reads dS that threads have written to shared memory without a fence between them", (
         Edit("sm90/bwd/consume.cuh", "ds_words);\n        ptx::fence_proxy_async();\n", "ds_words);\n"),
-        Edit("sm90/bwd/steps.cuh", "form(1);\n  }\n  ptx::fence_proxy_async();\n", "form(1);\n  }\n")), "races"),
+        Edit("sm90/bwd/steps.cuh", "form(1);\n  }\n  ptx::fence_proxy_async();\n",
+             "form(1);\n  }\n")), "races"),
     Mutant(1002, "M10 dout read with the strides of out (Hopper)",
            "rowsum(dO * O) takes strides and alignment of dO from O", (
         Edit("sm90/bwd/passes.cuh",

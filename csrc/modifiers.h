@@ -97,6 +97,7 @@ struct Modifiers {
   BitRows mask;
   const uint32_t* mask_any = nullptr;  // per 64 rows: columns that some row sees, as words laid out as `mask` is
   const uint32_t* mask_all = nullptr;  // and columns that all of them see
+  const uint32_t* mask_tiles = nullptr;  // the same bits in another order (condensed.h); null: there are none
   int64_t mask_group_batch_stride = 0;
   int64_t mask_group_head_stride = 0;
   int64_t mask_group_stride = 0;

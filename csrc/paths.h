@@ -51,8 +51,7 @@ std::string bind_context(int device_index);
 
 // Bring masks into the form the kernels read (passes/mask_passes.cuh); errors as of launchers.
 std::string pack_mask(const BoolView& x, uint32_t* words, int num_words, bool fill, void* stream);
-std::string group_mask(const uint32_t* words, uint32_t* any, uint32_t* all, int64_t heads, int rows, int num_words,
-                       void* stream);
+std::string group_mask(uint32_t* words, int64_t heads, int rows, int num_words, bool fill, void* stream);
 std::string pack_blocks(const BoolView& x, uint32_t* words, int granule_rows, int num_words, int rows_per_block,
                         int cols_per_block, void* stream);
 std::string group_document_ids(const int32_t* ids, int32_t* groups, int64_t rows, int64_t length, void* stream);

@@ -275,14 +275,17 @@ void check_mask(const Tensor& q, const SymInt& batch, const OptionalTensor& mask
     check_modifier(mask, "mask", q, {at::kBool}, {batches, heads, rows, keys}, false);
     return;
   }
-  const Sizes to_rows = rows.empty() ? Sizes{} : Sizes{condensed::mask_rows(rows[0]), condensed::mask_rows(SymInt(1))};
+  const bool one_column = mask->dim() == 3;
+  const auto to_rows_of = [&](const SymInt& n) { return condensed::mask_rows(n, one_column); };
+  const Sizes to_rows = rows.empty() ? Sizes{} : Sizes{to_rows_of(rows[0]), to_rows_of(SymInt(1))};
   const Sizes to_words = keys.empty() ? Sizes{} : Sizes{condensed::mask_words(keys[0])};
   std::vector<Sizes> shape{batches, heads, to_rows};
-  if (mask->dim() != 3) shape.push_back(to_words);
+  if (!one_column) shape.push_back(to_words);
   check_modifier(mask, "mask", q, {at::kInt}, shape, true);
   const int64_t found = mask->sym_size(2).maybe_as_int().value_or(0);
-  TORCH_CHECK_VALUE(condensed::mask_rows(condensed::rows_of_mask(found)) == found,
-                    "a condensed mask has rows and two more for each 64 of them, got ", found, " in all.");
+  TORCH_CHECK_VALUE(condensed::mask_rows(condensed::rows_of_mask(found, one_column), one_column) == found,
+                    "a condensed mask has rows and those of its groups and tiles (csrc/condensed.h), got ", found,
+                    " in all.");
 }
 
 // Dtypes, devices and shapes of what the arguments point to. Values stay on the device; kernels clamp them. The public

@@ -28,16 +28,15 @@ Tensor with_sizes(const Tensor& x, int64_t keep, std::initializer_list<int64_t> 
 }
 
 Tensor condense_mask(const Tensor& mask, void* stream) {
-  const int64_t rows = mask.size(2), to_rows = condensed::mask_rows(rows);
   const bool fill = mask.size(3) == 1;
+  const int64_t rows = mask.size(2), to_rows = condensed::mask_rows(rows, fill);
   const int64_t words = fill ? 1 : condensed::mask_words(mask.size(3));
   const Tensor made = fill ? with_sizes(mask, 2, {to_rows}) : with_sizes(mask, 2, {to_rows, words});
   if (made.numel() == 0 || !should_launch()) return made;
   auto* bits = reinterpret_cast<uint32_t*>(made.mutable_data_ptr<int32_t>());
-  const int64_t groups = (to_rows - rows) / 2;
   launched(pack_mask(bool_view(mask), bits, static_cast<int>(words), fill, stream));
-  launched(group_mask(bits, bits + rows * words, bits + (rows + groups) * words, mask.size(0) * mask.size(1),
-                      static_cast<int>(rows), static_cast<int>(words), stream));
+  launched(
+      group_mask(bits, mask.size(0) * mask.size(1), static_cast<int>(rows), static_cast<int>(words), fill, stream));
   return made;
 }
 

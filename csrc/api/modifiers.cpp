@@ -74,12 +74,16 @@ const int32_t* numbers_of(Prepared& made, const Tensor& t) {
 void prepare_mask(Prepared& made, const Tensor& mask) {
   const Tensor t = condensed_form(made, mask, mask.scalar_type() == at::kInt);
   const bool fill = t.dim() == 3;
-  const int64_t rows = condensed::rows_of_mask(t.size(2)), words = fill ? 1 : t.size(3);
-  const int64_t groups = (t.size(2) - rows) / 2;
+  const int64_t rows = condensed::rows_of_mask(t.size(2), fill), words = fill ? 1 : t.size(3);
+  const int64_t summed = condensed::summed_rows(rows), groups = (summed - rows) / 2;
   Modifiers& m = made.modifiers;
   m.mask.words = reinterpret_cast<const uint32_t*>(numbers_of(made, t));
   m.mask_any = m.mask.words + rows * words;
   m.mask_all = m.mask_any + groups * words;
+  if (t.size(2) > summed) {
+    m.mask_tiles = m.mask.words + summed * words;
+    check_boundary(m.mask_tiles, 16, "mask");
+  }
   m.mask.rows = rows == 1 ? BitRows::kAny : static_cast<int32_t>(rows);
   m.mask.num_words = fill ? BitRows::kAny : static_cast<int32_t>(words);
   m.mask.word_stride = fill ? 0 : 1;
@@ -244,7 +248,9 @@ constexpr NamedModifier kNamedModifiers[] = {
     {"float_bias", nullptr, true, NamedModifier::kAnywhere},
     {"relative", nullptr, true, NamedModifier::kAnywhere},
     {"dropout", [](Modifiers& m) { m.rng = something<int64_t>(), m.drop_below = 6554; }},
-    {"mask", [](Modifiers& m) { m.mask.words = something<uint32_t>(), m.mask.row_stride = 1; }, false,
+    {"mask", [](Modifiers& m) { m.mask.words = something<uint32_t>(), m.mask.row_stride = m.mask.word_stride = 1; },
+     false, NamedModifier::kAnywhere},
+    {"query_padding", [](Modifiers& m) { m.mask.words = something<uint32_t>(), m.mask.row_stride = 1; }, false,
      NamedModifier::kAnywhere},
     {"key_padding", [](Modifiers& m) { m.mask.words = something<uint32_t>(); }, false, NamedModifier::kAnywhere},
     {"blocks", [](Modifiers& m) { m.blocks.words = something<uint32_t>(), m.block_rows = 128; }},

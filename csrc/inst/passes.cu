@@ -18,11 +18,10 @@ std::string pack_mask(const BoolView& x, uint32_t* words, int num_words, bool fi
                 words, num_words, fill);
 }
 
-std::string group_mask(const uint32_t* words, uint32_t* any, uint32_t* all, int64_t heads, int rows, int num_words,
-                       void* stream) {
+std::string group_mask(uint32_t* words, int64_t heads, int rows, int num_words, bool fill, void* stream) {
   const int64_t groups = (rows + Modifiers::kMaskGroup - 1) / Modifiers::kMaskGroup;
-  return launch("group_mask", group_mask_kernel, ctas(heads * groups * num_words), kMaskThreads, 0, stream, words, any,
-                all, heads, rows, num_words);
+  return launch("group_mask", group_mask_kernel, ctas(heads * groups * ((num_words + 3) / 4) * 32), kMaskThreads, 0,
+                stream, words, heads, rows, num_words, fill);
 }
 
 std::string pack_blocks(const BoolView& x, uint32_t* words, int granule_rows, int num_words, int rows_per_block,

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kMaskThreads)
   const int64_t r = row % x.sizes[2], h = row / x.sizes[2] % x.sizes[1], b = row / x.sizes[2] / x.sizes[1];
   const bool* at = x.ptr + b * x.strides[0] + h * x.strides[1] + r * x.strides[2];
   const int word = piece * 32 + lane;
-  uint32_t* to = words + (row / x.sizes[2] * condensed::mask_rows(int64_t{x.sizes[2]}) + r) * num_words;
+  uint32_t* to = words + (row / x.sizes[2] * condensed::mask_rows(int64_t{x.sizes[2]}, fill) + r) * num_words;
   const bool together = !fill && x.strides[3] == 1 && reinterpret_cast<uintptr_t>(at) % 16 == 0;
   if (together && (piece + 1) * 1024 <= x.sizes[3]) {
     to[word] = bits_of_bytes(at + word * 32);
@@ -61,25 +61,55 @@ __global__ void __launch_bounds__(kMaskThreads)
   if (word < num_words) to[word] = mine;
 }
 
-// any and all of each word over groups of kMaskGroup rows, in the places that a condensed mask has for them; rows that are
-// not there count for neither.
+// What a condensed mask has behind its rows: any and all of each word over groups of kMaskGroup rows, for which rows that are
+// not there count neither, and the mask tiles. A warp has four words of a group, a lane two of its rows.
 __global__ void __launch_bounds__(kMaskThreads)
-    group_mask_kernel(const uint32_t* words, uint32_t* any, uint32_t* all, int64_t heads, int rows, int num_words) {
+    group_mask_kernel(uint32_t* words, int64_t heads, int rows, int num_words, bool fill) {
   ptx::allow_next_kernel();
-  const int groups = (rows + Modifiers::kMaskGroup - 1) / Modifiers::kMaskGroup;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x;
-  if (index >= heads * groups * num_words) return;
-  const int w = static_cast<int>(index % num_words);
-  const int64_t group = index / num_words % groups, head = index / num_words / groups;
-  const int64_t begin = head * condensed::mask_rows(int64_t{rows});  // of the head, in rows
-  uint32_t some = 0, every = ~0u;
-  for (int64_t r = group * Modifiers::kMaskGroup; r < min((group + 1) * Modifiers::kMaskGroup, int64_t{rows}); ++r) {
-    const uint32_t word = words[(begin + r) * num_words + w];
-    some |= word;
-    every &= word;
+  static_assert(Modifiers::kMaskGroup == 64);
+  const int groups = (rows + 63) / 64, pieces = (num_words + 3) / 4;
+  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kMaskThreads + threadIdx.x) / 32;
+  const int lane = threadIdx.x % 32, first = static_cast<int>(warp % pieces) * 4;
+  const int64_t group = warp / pieces % groups, head = warp / pieces / groups;
+  if (head >= heads) return;
+  uint32_t* const of_head = words + head * condensed::mask_rows(int64_t{rows}, fill) * num_words;
+  uint32_t* const any = of_head + (rows + group) * num_words + first;
+  uint32_t* const all = any + int64_t{1} * groups * num_words;
+  uint32_t own[2][4] = {}, missing[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int64_t row = group * 64 + i * 32 + lane;
+    missing[i] = row < rows ? 0 : ~0u;
+    if (row >= rows) continue;
+    const uint32_t* const at = of_head + row * num_words + first;
+    if (fill) {
+      own[i][0] = *at;
+    } else {
+      const uint4 x = *reinterpret_cast<const uint4*>(at);
+      own[i][0] = x.x, own[i][1] = x.y, own[i][2] = x.z, own[i][3] = x.w;
+    }
   }
-  any[(begin + group) * num_words + w] = some;
-  all[(begin + group) * num_words + w] = every;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t some = __reduce_or_sync(ptx::kFullWarp, own[0][w] | own[1][w]);
+    const uint32_t every = __reduce_and_sync(ptx::kFullWarp, (own[0][w] | missing[0]) & (own[1][w] | missing[1]));
+    if (lane == w && first + w < num_words) any[w] = some, all[w] = every;
+  }
+  if (condensed::mask_rows(rows, fill) == condensed::summed_rows(rows)) return;
+  uint32_t* const tiles = of_head + condensed::summed_rows(int64_t{rows}) * num_words + group * 64 * num_words;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    uint32_t tile[2] = {};
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {  // the rows of a lane's bits
+      const int i = n / 8, j = n / 2 % 4, c = n % 2;
+      const uint32_t row = __shfl_sync(ptx::kFullWarp, own[i][w], 8 * j + 2 * (lane % 4) + c) >> (lane / 4);
+#pragma unroll
+      for (int t = 0; t < 2; ++t) tile[t] |= (row >> (16 * t) & 0x101) << (16 * i + 2 * j + c);
+    }
+#pragma unroll
+    for (int t = 0; t < 2; ++t) tiles[(2 * (first + w) + t) * 32 + lane] = tile[t];
+  }
 }
 
 // How pack_blocks_kernel divides its work: by Divisors, as other divisions take as long as its one trip to memory.

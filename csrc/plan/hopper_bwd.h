@@ -103,15 +103,17 @@ inline bool prefers_short_sm80(const Problem& p, const DeviceInfo& d) {
 
 // Blocks of 256 keys, 128 a warpgroup, in the fused backward with modifiers. One takes 7/4 of the time of one of 128. Equal blocks
 // run in whole rounds of the multiprocessors; unequal ones fill them from two a multiprocessor on. Masks must leave most of
-// them whole. Loaders are too slow for words of bool masks. Evidence: fused-bwd-mod.
+// them whole. Loaders are too slow to make words of bool masks. Evidence: fused-bwd-mod.
 inline bool prefers_wide_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
   if (c.wide_tiles) return *c.wide_tiles;
   const int64_t wide = make_grid(p, d, false, 256).ctas, others = make_grid(p, d, false, 128).ctas, sms = d.num_sms;
   const bool hides = asks_any<kHidingKinds>(m), equal = !hides && !has_unequal_tiles(p);
   if (d.batch_invariant || c.q_splits || sms <= 0 || wide < sms || m.blocks.words != nullptr) return false;
   const auto cost = [&](int64_t blocks) { return equal ? (blocks + sms - 1) / sms * sms : std::max(blocks, 2 * sms); };
-  return 7 * cost(wide) < 4 * cost(others) && !has_mixed_tiles(m) && !has_short_window(p) &&
-         (!hides || average_keys(p) >= kLeastCutKeys);
+  const bool makes_words = has_row_words(m) && !brings_mask_tiles(p, m);
+  const bool only_words = has_row_words(m) && p.window_left < 0 && p.window_right < 0;
+  return 7 * cost(wide) < 4 * cost(others) && !makes_words && !has_short_window(p) &&
+         (!hides || average_keys(p) >= (only_words ? kLeastCutKeys / 2 : kLeastCutKeys));
 }
 
 // Among how many CTAs the queries of a block of keys are divided, where there are few blocks: each makes dK and dV of its

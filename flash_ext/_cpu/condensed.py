@@ -3,9 +3,10 @@
 A condensed tensor is int32 and keeps the batch and head dimensions of what it is made of:
 
 =================  ==========================  ============================================================
-a mask             (b, h, rows, cols) bool     (b, h, rows + 2 groups, words): bits of the rows, then for
-                                               each 64 rows what any sees, then what all see; (b, h, rows +
-                                               2 groups) of all bits or none where cols is 1
+a mask             (b, h, rows, cols) bool     (b, h, rows + 66 groups, words): bits of the rows, then for
+                                               each 64 rows what any sees, then what all see, then all bits
+                                               in mask tiles; 2 groups for 66 where rows < 64; (b, h, rows
+                                               + 2 groups) of all bits or none where cols is 1
 a block map        (b, h, blocks) bool, twice  (b, h, rows / 16, words): a bit for 16 x 16 scores
 document ids       (b, n) or (n,)              (b, even(n) + 2 groups): ids, then (min, max) of each 32
 intervals          (b, h, n, 2 m), (h, n, 2 m) (b, h, fours(2 m n) + 4 m groups): intervals, then (min start,
@@ -32,13 +33,27 @@ INT32 = torch.iinfo(torch.int32)
 # ---- sizes; the numbers may be symbolic ----------------------------------------------------------------
 
 
-def mask_rows(rows: Any) -> Any:
+def summed_rows(rows: Any) -> Any:
+    """With those of their groups."""
     return rows + 2 * ((rows + MASK_GROUP - 1) // MASK_GROUP)
 
 
-def rows_of_mask(condensed: int) -> int:
+def mask_rows(rows: Any, one_column: bool) -> Any:
+    if one_column or rows < MASK_GROUP:
+        return summed_rows(rows)
+    return summed_rows(rows) + (rows + MASK_GROUP - 1) // MASK_GROUP * MASK_GROUP
+
+
+def rows_of_mask(condensed: int, one_column: bool) -> int:
     """The inverse of :func:`mask_rows`."""
-    return condensed - 2 * (-(-condensed // (MASK_GROUP + 2)))
+    has_tiles = not one_column and condensed > summed_rows(MASK_GROUP - 1)
+    of_group = MASK_GROUP + 2 if has_tiles else 2
+    return condensed - of_group * -(-condensed // (MASK_GROUP + of_group))
+
+
+def mask_words(cols: Any) -> Any:
+    """Rows begin on 16 bytes."""
+    return (cols + 127) // 128 * 4
 
 
 def ids_groups_at(length: Any) -> Any:
@@ -63,7 +78,7 @@ def condensed_shape(shape: Sequence[Any], is_bool: bool, block_rows: int, block_
     if is_bool and block_rows:
         return [*lead, rows * (block_rows // 16), (cols * (block_cols // 16) + 31) // 32]
     if is_bool:
-        return [*lead, mask_rows(rows)] + ([] if cols == 1 else [(cols + 31) // 32])
+        return [*lead, mask_rows(rows, cols == 1)] + ([] if cols == 1 else [mask_words(cols)])
     if len(shape) <= 2:
         return [*shape[:-1], ids_length(cols)]
     return [*lead, interval_length(rows, cols // 2)]
@@ -95,7 +110,22 @@ def _of_mask(mask: Tensor) -> Tensor:
         F.pad(mask, (0, 0, 0, more), value=value).unflatten(2, (groups, MASK_GROUP)) for value in (0, 1)
     )
     whole = torch.cat([mask, of_any.any(3), of_all.all(3)], 2)
-    return -whole[..., 0].int() if cols == 1 else packed_bits(whole)
+    if cols == 1:
+        return -whole[..., 0].int()
+    words = packed_bits(F.pad(whole, (0, -cols % 128)))
+    if rows < MASK_GROUP:
+        return words
+    tiles = _tiles_of(F.pad(mask, (0, -cols % 128, 0, more)))
+    return torch.cat([words, tiles.reshape(*mask.shape[:2], MASK_GROUP * groups, words.shape[3])], 2)
+
+
+def _tiles_of(bits: Tensor) -> Tensor:
+    """(b, h, 64 n, 128 m) bool to (b, h, n, 8 m, 32): the words of mask tiles of 64 rows and 16 columns."""
+    batch, heads, rows, cols = bits.shape
+    # Row 32 i + 8 j + 2 y + c and column x + 8 half are bit 16 i + 8 half + 2 j + c of word 4 x + y.
+    i_j_y_c_half_x = bits.reshape(batch, heads, rows // 64, 2, 4, 4, 2, cols // 16, 2, 8)
+    of_words = i_j_y_c_half_x.permute(0, 1, 2, 7, 9, 5, 3, 8, 4, 6)
+    return packed_bits(of_words.reshape(batch, heads, rows // 64, cols // 16, 32, 32))[..., 0]
 
 
 def _groups(numbers: Tensor, beyond: tuple[int, int]) -> Tensor:
@@ -120,7 +150,7 @@ def is_condensed_mask(mask: Tensor) -> bool:
 
 def mask_tile(mask: Tensor, rows: slice, cols: slice) -> Tensor:
     """(n, heads, rows|1, cols|1) bool of a condensed mask (n, heads, ...), False where it ends."""
-    count = rows_of_mask(mask.shape[2])
+    count = rows_of_mask(mask.shape[2], mask.dim() == 3)
     span = slice(0, 1) if count == 1 else slice(min(rows.start, count), min(rows.stop, count))
     if mask.dim() == 3:
         part = mask[:, :, span, None] != 0
@@ -134,8 +164,8 @@ def mask_tile(mask: Tensor, rows: slice, cols: slice) -> Tensor:
 
 
 def plain_mask(mask: Tensor) -> Tensor:
-    """What a condensed mask was made of; its columns are rounded up to a multiple of 32."""
-    count = rows_of_mask(mask.shape[2])
+    """What a condensed mask was made of; its columns are rounded up to a multiple of 128."""
+    count = rows_of_mask(mask.shape[2], mask.dim() == 3)
     cols = 1 if mask.dim() == 3 else 32 * mask.shape[3]
     return mask_tile(mask, slice(0, count), slice(0, cols))
 

@@ -90,8 +90,8 @@ def describe(mask: Mask, q_len: int, k_len: int, batch: int | None, num_heads: i
 def _bytes(terms: Terms, sizes: Sizes) -> int:
     """One word of 32 bits a number, as csrc/condensed.h has them.
 
-    Bits of masks with their summaries by 64 rows, ids and intervals with those by 32, a bit for 16 x 16
-    scores of a block map, and its cut blocks written out.
+    Bits of masks, from 64 rows on twice, with their summaries by 64 rows, ids and intervals with those by 32,
+    a bit for 16 x 16 scores of a block map, and its cut blocks written out.
     """
     words = 0
     if terms.prefix_lens is not None:
@@ -127,7 +127,10 @@ def _own_shape(t: Tensor) -> tuple[int, ...]:
 
 def _bits(shape: tuple[int, ...]) -> int:
     batch, num_heads, rows, cols = shape
-    return batch * num_heads * (rows + 2 * -(-rows // 64)) * -(-cols // 32)
+    groups = -(-rows // 64)
+    if cols == 1:
+        return batch * num_heads * (rows + 2 * groups)
+    return batch * num_heads * (rows + (2 if rows < 64 else 66) * groups) * -(-cols // 128) * 4
 
 
 def _ids(length: int) -> int:

@@ -137,9 +137,13 @@ def _slopes(mods: Modifiers, sizes: tuple[int, ...], of_backward: bool, assumed:
 
 
 def _mask(mask: Tensor | None) -> dict[str, bool]:
-    # As condensed (csrc/condensed.h) one row has two words of summary behind it.
-    is_row = mask is not None and mask.shape[2] == (1 if mask.dtype == torch.bool else 3)
-    return {"key_padding": is_row, "mask": mask is not None and not is_row}
+    if mask is None:
+        return {}
+    # As condensed (csrc/condensed.h) one row has two words of summary behind it, one column no dimension.
+    condensed = mask.dtype != torch.bool
+    is_row = mask.shape[2] == (3 if condensed else 1)
+    is_column = not is_row and (mask.dim() == 3 if condensed else mask.shape[3] == 1)
+    return {"key_padding": is_row, "query_padding": is_column, "mask": not is_row and not is_column}
 
 
 def _blocks(mods: Modifiers, assumed: list[str]) -> bool:

@@ -74,7 +74,8 @@ def plan(text: str) -> dict[str, Any]:
             GPU 0, or an H200 where there is none; "sm90", "sm80" and constraints as ``backend=`` of
             :func:`flash_ext.attention` takes them, as row=NAME or kv_splits=N; and modifiers: softcap, alibi,
             bias (1, heads, Q, K), full_bias (batch, heads, Q, K), float_bias (in fp32), relative, dropout,
-            mask, key_padding, blocks, documents, hidden_rows, hidden_keys, chunk, prefix, sink_tokens, sinks;
+            mask, key_padding, query_padding (a mask of one column), blocks, documents, hidden_rows,
+            hidden_keys, chunk, prefix, sink_tokens, sinks;
             or "fp8" or "mixed" alone, for :func:`flash_ext.fp8.attention_fp8` of what quantize_fp8 makes, or
             "any_fp8", of what Fp8Inputs.of does, and where the largest scores are asked for. "seqused" beside
             one of these: how many keys a sequence has is on the device alone (seqused_k).
@@ -82,9 +83,9 @@ def plan(text: str) -> dict[str, Any]:
             "without_qkv" wants no others.
             Keys in a cache: "pages" (page_size=N), "entries" (one a sequence) or, with "packed", "rows", of
             16 bits or "e4m3" or "int8". K is the room of a sequence, max_seqlen=Q/K are bounds that the call
-            gives, and modifiers are softcap, alibi, the biases, relative, mask, key_padding, documents, sinks
-            and tree. "slot_factors" beside 8 bits: each slot has a factor (k_descale, v_descale), not each
-            head.
+            gives, and modifiers are softcap, alibi, the biases, relative, the masks and paddings, documents,
+            sinks and tree. "slot_factors" beside 8 bits: each slot has a factor (k_descale, v_descale), not
+            each head.
 
     Returns:
         A dict: "backend", "row" (of the table in csrc/plan/), "evidence" (id of a measurement in

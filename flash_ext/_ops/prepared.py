@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._masks.biases import Bias
@@ -376,7 +377,11 @@ def _condensed_elements(block_mask: BlockMask, sizes: Sizes) -> Tensor | None:
         if count >= row_blocks:
             return condensed
         own = elements.shape[2]
+        if parts and own < MASK_GROUP:  # alone so few rows have no tiles
+            with_tiles = _condensed(F.pad(elements, (0, 0, 0, MASK_GROUP - own)))
+            assert with_tiles is not None
+            condensed = torch.cat([condensed, with_tiles[:, :, -MASK_GROUP:]], dim=2)
         groups = -(-own // MASK_GROUP)
-        parts.append(condensed.split([own, groups, groups], dim=2))
-    # Rows, then the words that any row of a group sees, then those that all see (csrc/condensed.h).
-    return torch.cat([part[kind] for kind in range(3) for part in parts], dim=2)
+        parts.append(condensed.split([own, groups, groups, groups * MASK_GROUP], dim=2))
+    # Rows, then the words that any row of a group sees, those that all see, and tiles (csrc/condensed.h).
+    return torch.cat([part[kind] for kind in range(4) for part in parts], dim=2)

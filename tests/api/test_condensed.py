@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -35,8 +36,9 @@ def test_a_mask_and_its_groups(rows: int, device: str) -> None:
         if rows > 2 and cols > 2:  # any strides
             mask = mask.mT.contiguous().mT
         got = CONDENSE(mask)
-        groups = -(-rows // 64)
-        assert got.shape == (2, 3, rows + 2 * groups, *([] if cols == 1 else [-(-cols // 32)]))
+        groups, has_tiles = -(-rows // 64), rows >= 64 and cols != 1
+        words = [] if cols == 1 else [-(-cols // 128) * 4]
+        assert got.shape == (2, 3, rows + (66 if has_tiles else 2) * groups, *words)
         if cols == 1:
             assert torch.equal(got[:, :, :rows], -mask[..., 0].int())
             got = got[..., None]
@@ -50,7 +52,21 @@ def test_a_mask_and_its_groups(rows: int, device: str) -> None:
             assert not bits_of(got[:, :, :rows])[..., cols:].any()
             plain = condensed.plain_mask(got.cpu())
             assert torch.equal(plain[..., :cols], mask.cpu()) and not plain[..., cols:].any()
-        assert condensed.rows_of_mask(rows + 2 * groups) == rows
+        if has_tiles:
+            check_tiles(got[:, :, rows + 2 * groups :].unflatten(2, (groups, 64)).flatten(-2), mask)
+        assert condensed.rows_of_mask(got.shape[2], cols == 1) == rows
+
+
+def check_tiles(tiles: Tensor, mask: Tensor) -> None:
+    """``tiles``: (batch, heads, groups, all words of a group). Bit by bit, as csrc/condensed.h has it."""
+    word, bit = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
+    row = (bit // 16 * 32 + bit % 8 // 2 * 8 + word % 4 * 2 + bit % 2).to(mask.device)
+    col = (word // 4 + bit % 16 // 8 * 8).to(mask.device)
+    rows, cols = mask.shape[2:]
+    whole = F.pad(mask, (0, -cols % 128, 0, -rows % 64))
+    for group, tile in itertools.product(range(tiles.shape[2]), range(tiles.shape[3] // 32)):
+        got = bits_of(tiles[:, :, group, 32 * tile : 32 * tile + 32, None])
+        assert torch.equal(got, whole[:, :, 64 * group + row, 16 * tile + col])
 
 
 @on_devices
@@ -249,5 +265,5 @@ def test_condensed_masks_of_other_sizes_are_refused(packed: bool, device: str) -
             FWD(*tensors, 0, 0, 0.3, -1, -1, *args, False, False, None)
     if packed:  # no number of rows gives a mask of 67
         wrong = modifier_arguments(Modifiers(mask=torch.zeros(1, 1, 67, 3, dtype=torch.int32, device=device)))
-        with pytest.raises(ValueError, match="rows and two more for each 64 of them, got 67"):
+        with pytest.raises(ValueError, match="rows and those of its groups and tiles .*, got 67"):
             FWD(*tensors, 0, 0, 0.3, -1, -1, *wrong, False, False, None)

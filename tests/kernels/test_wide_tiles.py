@@ -159,3 +159,18 @@ def test_maps_of_blocks_do_not(pretended_gpu) -> None:
     keep = torch.ones(1, 1, 32, 32, dtype=torch.bool)
     forward, backward = rows_of(64, 2048, mask=masks.BlockMask(keep, 64))
     assert "wide" not in forward and "wide" not in backward
+
+
+def test_backwards_with_bool_masks_have_them_where_tma_brings_the_words(pretended_gpu) -> None:
+    """Dense calls, whose masks have more than one row; beside a bound as well."""
+    dense = torch.ones(1, 1, 2048, 2048, dtype=torch.bool)
+    for options in ({}, {"causal": True}, {"softcap": 30.0}):
+        assert "fused_wide" in rows_of(64, 2048, mask=masks.Dense(dense), **options)[1]
+    for one in (dense[..., :1], dense[:, :, :1]):
+        backward = rows_of(64, 2048, mask=masks.Dense(one))[1]
+        assert ("fused_wide" in backward) == (one.shape[2] == 1)  # hidden keys are no mask of rows
+    for options, wide in (({}, True), ({"causal": True}, False)):
+        backward = rows_of(64, 512, 64, mask=masks.Dense(dense[..., :512, :512]), **options)[1]
+        assert ("fused_wide" in backward) == wide
+    blocks = torch.ones(1, 1, 32, 32, dtype=torch.bool)
+    assert "wide" not in rows_of(64, 2048, mask=masks.Dense(dense) & masks.BlockMask(blocks, 64))[1]

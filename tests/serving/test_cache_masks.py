@@ -307,7 +307,7 @@ def test_what_the_operator_refuses() -> None:
     alone = "a tree stands by itself"
     refuses(NotImplementedError, alone, tree=NUMBERS.long(), mask=mask)
     refuses(NotImplementedError, alone, tree=NUMBERS.long(), document_q=ids, document_k=ids_k)
-    refuses(ValueError, "a condensed mask has rows and two more", mask=mask.int())
+    refuses(ValueError, "a condensed mask has rows and those of its groups", mask=mask.int())
     refuses(ValueError, r"mask must have shape \(2 or 1, 4 or 1", mask=mask.expand(-1, 3, -1, -1))
     refuses(ValueError, "document_q and document_k must be given together", document_q=ids)
     refuses(ValueError, r"document_q must have shape \(6\)", document_q=ids[:5], document_k=ids_k)

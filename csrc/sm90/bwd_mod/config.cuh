@@ -13,6 +13,7 @@ namespace flash_ext::sm90 {
 struct BwdModMaps {
   BwdMaps plain;
   CUtensorMap bias;  // boxes of 64 queries and 128 bytes of keys
+  CUtensorMap mask_tiles;  // boxes of the tiles of a step
 };
 
 // tanh(factor * x) = x * (c[0] + c[1] x^2 + c[2] x^4) for |x| <= limit.
@@ -39,10 +40,11 @@ struct BwdModArgs {
   BwdArgs plain;
   Modifiers m;
   KeyCap cap;
-  Steps bias_steps;
+  Steps bias_steps, mask_steps;
   float unit;        // raw products, or tanh, times this are scores in log2
   bool adds_to_keys;  // something by distance, or a bias that all rows share
   bool brings_bias;  // by TMA; else all rows share a bias, if there is one
+  bool brings_words;  // mask tiles, to steps that ask for no other test
   bool stores_dq;    // of sequences with all keys in one block; others, which packed calls may have, add it
   BiasGradient dbias;  // stored beside dS, which it is, where the plan says so; else out is null
   KeySums key_sums;
@@ -98,6 +100,7 @@ struct BwdStep {
   __device__ __forceinline__ uint32_t tests(int group) const { return bits >> (2 + 4 * group) & 15; }
   // Of either warpgroup.
   __device__ __forceinline__ bool has_tests() const { return (bits >> 2 & 0x77) != 0; }
+  __device__ __forceinline__ bool tests_only_rows() const { return (bits >> 2 & 0x55) == 0; }
 };
 inline constexpr int kKeyTestsAt = 2, kHeadAt = 10;
 
@@ -175,7 +178,7 @@ struct ModKeyShared {
   uint32_t index;  // the scheduler's present one
   int work_tiles_found, chunks_found;
   unsigned char split[T::kWorkStages];  // of the steps of a block of keys, that a work tile has
-  alignas(4) unsigned char only_mask_words[T::kAdds ? T::kMaskWordBytes : 4];
+  alignas(128) unsigned char only_mask_words[T::kAdds ? T::kMaskWordBytes : 4];
 
   __device__ __forceinline__ unsigned char* mask_words(WordKind which, int stage) {
     static_assert(2 * T::kMaskStages * T::kMaskWordBytes <= T::kBiasBytes);

@@ -38,6 +38,18 @@ inline KeySums key_sums_of(const BiasGradient& g, const Problem& p, int splits) 
   return x;
 }
 
+// Mask tiles, of 16 keys each, by groups of rows (condensed.h).
+inline std::string encode_mask_tiles(CUtensorMap& map, const Modifiers& m, const Problem& p, int keys) {
+  constexpr int kWords = 32, kBytes = 4;  // of a tile, of a word
+  const cuuint64_t tiles = cuuint64_t{2} * m.mask.num_words, groups = (p.seqlen_q + 63) / 64;
+  const cuuint64_t dims[5] = {kWords, tiles, groups, map_size(m.mask.head_stride, p.num_heads),
+                              map_size(m.mask.batch_stride, p.batch)};
+  const cuuint64_t strides[4] = {kWords * kBytes, tiles * kWords * kBytes, map_stride(m.mask.head_stride, kBytes),
+                                 map_stride(m.mask.batch_stride, kBytes)};
+  return encode(map, const_cast<uint32_t*>(m.mask_tiles), CU_TENSOR_MAP_DATA_TYPE_UINT32, dims, strides,
+                {kWords, keys / 16, kBytes, 1, false});
+}
+
 template <typename T>
 std::string launch_bwd_fused_mod_as(const BwdCall& c, const Launch& l) {
   const Problem& r = c.p.problem;
@@ -49,14 +61,17 @@ std::string launch_bwd_fused_mod_as(const BwdCall& c, const Launch& l) {
   if (T::kCaps) a.cap = key_cap(r, m);
   a.unit = T::kCaps ? m.softcap * kLog2e : r.softmax_scale * kLog2e;
   a.brings_bias = m.bias.ptr != nullptr && m.bias.row_stride != 0;
+  a.brings_words = brings_mask_tiles(r, m);
   a.stores_dq = l.dq == DqMode::kStored;
   if (c.plan.dbias_with_dk && !c.dbias.sum_rows) a.dbias = c.dbias;
   if (c.plan.dbias_with_dk && c.dbias.sum_rows) a.key_sums = key_sums_of(c.dbias, r, c.plan.q_splits);
   a.adds_to_keys = m.by_distance || (m.bias.ptr != nullptr && !a.brings_bias);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
+  a.mask_steps = {m.mask.head_stride != 0, m.mask.batch_stride != 0};
   BwdModMaps maps{};
   std::string error = encode_bwd_maps(maps.plain, c.p, T::kBlockM, T::kBlockN);
   if (error.empty() && a.brings_bias) error = encode_bias_map(maps.bias, m.bias, r, T::kBlockM);
+  if (error.empty() && a.brings_words) error = encode_mask_tiles(maps.mask_tiles, m, r, T::kBlockN);
   if (!error.empty()) return "bwd_mod_sm90: " + error;
   return launch_planned(l, bwd_mod_sm90_kernel<T>, T::kThreads, T::kSmemBytes, c.p.stream, a, maps);
 }

@@ -12,6 +12,8 @@ namespace flash_ext::sm90 {
 // are those of two consumer warps, whose words hold two such halves: score i is bit bit_of_score(i), s[4 j + 2 half +
 // c].
 __host__ __device__ constexpr int bit_of_score(int i) { return i / 16 * 16 + i / 2 % 2 * 8 + i / 4 % 4 * 2 + i % 2; }
+__host__ __device__ constexpr int score_of_bit(int b) { return b / 16 * 16 + b / 2 % 4 * 4 + b / 8 % 2 * 2 + b % 2; }
+static_assert(score_of_bit(bit_of_score(7)) == 7 && score_of_bit(bit_of_score(26)) == 26);
 inline constexpr uint32_t kFirstKeyScores = 0x00ff00ff;  // of the first of the two keys that a thread has
 
 // use(i, x) for the i-th of a thread's rows 8 j + 2 (lane % 4) + c of 32, x as the lane has it that owns the row.

@@ -204,6 +204,29 @@ __device__ __forceinline__ void for_bwd_steps(const Shared& shared, Bars bars, c
   }
 }
 
+// What leave() may do in place of making words: nothing.
+struct BringsNothing {
+  __device__ bool wanted(const BwdStep&) const { return false; }
+  __device__ void operator()(const BwdModWorkTile&, const BwdStep&, uint32_t, uint32_t) const {}
+};
+
+// The mask tiles of a step by TMA, where it asks for nothing else.
+template <typename T>
+struct BringsMaskTiles {
+  const BwdModArgs& a;
+  const CUtensorMap& map;
+
+  __device__ __forceinline__ bool wanted(const BwdStep& step) const {
+    return __any_sync(ptx::kFullWarp, a.brings_words && step.has_tests() && step.tests_only_rows());
+  }
+  __device__ __forceinline__ void operator()(const BwdModWorkTile& work, const BwdStep& step, uint32_t to,
+                                             uint32_t full) const {
+    ptx::mbarrier_expect_tx(full, T::kMaskWordBytes);
+    ptx::tma_load_5d(to, &map, full, 0, work.w.block * (T::kBlockN / 16), step.block,
+                     (work.first_head + step.head()) * a.mask_steps.head, work.seq.b * a.mask_steps.batch);
+  }
+};
+
 // What a loader does for the consumers beside its loads: mask words of up to kParts parts of 32 queries and 32 keys, of
 // 16, 8 or 4 in a work tile of 256, 128 or 64 keys. Two parts cover a tile along what the work tile walks.
 template <typename T>
@@ -218,9 +241,9 @@ class MaskWordMaker {
   __device__ __forceinline__ void begin_work() { head_ = -1; }
 
   // Before the loader waits for the place of its tile where it can: mask words take longer than is left then.
-  template <typename Args, typename Shared, typename Bars>
+  template <typename Args, typename Shared, typename Bars, typename Bring = BringsNothing>
   __device__ __forceinline__ void leave(const Args& a, Shared& shared, Bars bars, const BwdModWorkTile& work,
-                                        const BwdStep& step) {
+                                        const BwdStep& step, const Bring& bring = {}) {
     const ScoreMod score_mod{a.plain.p.problem, a.m, work.seq, work.first_head + step.head()};
     const auto row_of = [&](int part) {
       return T::kByQueries ? work.w.block * T::kBlockM + part / 2 * 32 : step.block * T::kBlockM + part % 2 * 32;
@@ -241,7 +264,14 @@ class MaskWordMaker {
       to[0] = static_cast<uint16_t>(bits);
       to[64] = static_cast<uint16_t>(bits >> 16);
     };
-    if (__any_sync(ptx::kFullWarp, step.has_tests())) {
+    if (bring.wanted(step)) {
+      wait_for_stage();
+      if (loader_ == 0 && ptx::fresh_lane() == 0) {
+        bring(work, step, ptx::smem_address(shared.mask_words(WordKind::kVisible, mask_ring_.stage)),
+              bars.mask_full(mask_ring_.stage));
+      }
+      hand_over();
+    } else if (__any_sync(ptx::kFullWarp, step.has_tests())) {
 #pragma unroll 1
       for (int round = 0; round < kRounds; ++round) {
         const int first = first_part() + round * kAtOnce;
@@ -309,6 +339,7 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
                                                ModKeyShared<T>& shared, ModKeyBarriers<T> bars, int loader) {
   const Problem& p = a.plain.p.problem;
   MaskWordMaker<T> mask_words(loader);
+  const BringsMaskTiles<T> bring{a, maps.mask_tiles};
   PipelineState<T::kStages> ring;  // of Q or of dO
   ring.phase = 1;
   uint32_t work_phase = 1, bias_phase = 1;
@@ -388,7 +419,7 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
     if (loader == 0) load_work(work);
   };
   for_bwd_steps<T>(shared, bars, begin, [&](const BwdModWorkTile& work, const BwdStep& step, bool is_ending) {
-    if constexpr (!T::kLoadersDraw) mask_words.leave(a, shared, bars, work, step);
+    if constexpr (!T::kLoadersDraw) mask_words.leave(a, shared, bars, work, step, bring);
     if (loader == 1) {
       load_query(work, step, is_ending);
     } else if (loader == 2) {
@@ -398,7 +429,7 @@ __device__ __forceinline__ void load_mod_steps(const BwdModArgs& a, const BwdMod
     }
     // Where both mask words of a step share a place, the second one waits until consumers have read the first, which
     // they do once its Q is there.
-    if constexpr (T::kLoadersDraw) mask_words.leave(a, shared, bars, work, step);
+    if constexpr (T::kLoadersDraw) mask_words.leave(a, shared, bars, work, step, bring);
   });
 }
 

@@ -61,6 +61,14 @@ constexpr BwdBiasTile bwd_bias_tile(int d, bool owns_bias) { return {d <= 64 ? 5
 // The compiled head_dim that a problem of up to 128 runs in.
 inline int bwd_mod_size(const Problem& p) { return std::max(p.head_dim, p.head_dim_v) <= 64 ? 64 : 128; }
 
+// Whether TMA brings the words of a bit mask to steps that ask for no other test: whether the mask has tiles (condensed.h)
+// and other kinds none of the words. Packed calls may have sequences that end behind the mask.
+inline bool brings_mask_tiles(const Problem& p, const Modifiers& m) {
+  const bool has_tiles = m.mask.words != nullptr && m.mask.row_stride != 0 && m.mask.word_stride != 0 &&
+                         p.seqlen_q >= Modifiers::kMaskGroup;
+  return has_tiles && !asks_any<kMadeRowWords>(m) && !p.is_varlen();
+}
+
 // Whether a step visits every tile of queries and keys.
 inline bool visits_all_tiles(const Problem& p, const Modifiers& m) {
   return !asks_any<kHidingKinds>(m) && p.window_left < 0 && p.window_right < 0;

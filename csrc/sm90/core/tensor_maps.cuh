@@ -26,7 +26,12 @@ inline CUtensorMapDataType map_type_of(DType dtype) {
 // behind that of `rows`.
 struct Box {
   int columns, rows, element_bytes = 2, others = 1;
+  bool swizzled = true;
   int row_bytes() const { return columns * element_bytes; }
+  CUtensorMapSwizzle swizzle() const {
+    if (!swizzled) return CU_TENSOR_MAP_SWIZZLE_NONE;
+    return row_bytes() == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  }
 };
 
 inline constexpr cuuint64_t kManyEntries = (cuuint64_t{1} << 31) - 1;
@@ -40,9 +45,9 @@ inline std::string encode(CUtensorMap& map, void* ptr, CUtensorMapDataType type,
   const cuuint32_t box[5] = {static_cast<cuuint32_t>(b.columns), static_cast<cuuint32_t>(b.rows),
                              static_cast<cuuint32_t>(b.others), 1, 1};
   const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
-  const CUresult result = encode_tiled(&map, type, 5, ptr, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                       b.row_bytes() == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-                                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode_tiled(&map, type, 5, ptr, dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, b.swizzle(),
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   // The driver's codes are those of the runtime; a context lost earlier shows here first.
   if (result == CUDA_SUCCESS) return {};
   return cuda_error_text(static_cast<cudaError_t>(result), "cuTensorMapEncodeTiled");

@@ -310,6 +310,14 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[kCount], uint32_t low_a, uin
   }
 }
 
+// If bits are set: x = 0, y = other. The compiler in front of ptxas would shift each bit to the lowest place, three
+// instructions a score; ptxas makes predicates of seven bits at once (R2P).
+__device__ __forceinline__ void clear_and_replace_if(uint32_t bits, float& x, float& y, float other) {
+  asm("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\nselp.f32 %0, 0f00000000, %0, p;\nselp.f32 %1, %3, %1, p;\n}\n"
+      : "+f"(x), "+f"(y)
+      : "r"(bits), "f"(other));
+}
+
 // d (64 x 2 kCount, fp32) += A (64 x 16, registers) B (16 x 2 kCount).
 template <typename E, int kCount>
 __device__ __forceinline__ void wgmma_rs(float (&d)[kCount], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,

@@ -314,10 +314,12 @@ __device__ __forceinline__ void gradients_of_scores(float (&s)[32], float (&dp)[
       const float2 x = *reinterpret_cast<const float2*>(minus_delta + 8 * j);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const bool is_dropped = (dropped >> (T::kLoadersDraw ? bit_of_score(4 * j + i) : 4 * j + i) & 1) != 0;
-        const float minus = i % 2 == 0 ? x.x : x.y, kept = fmaf(dp[4 * j + i], a.m.keep_scale, minus);
-        dp[4 * j + i] = s[4 * j + i] * (is_dropped ? minus : kept);
-        s[4 * j + i] = is_dropped ? 0.f : s[4 * j + i];
+        const uint32_t bit = 1u << (T::kLoadersDraw ? bit_of_score(4 * j + i) : 4 * j + i);
+        const float minus = i % 2 == 0 ? x.x : x.y;
+        float weight = s[4 * j + i], gradient = fmaf(dp[4 * j + i], a.m.keep_scale, minus);
+        ptx::clear_and_replace_if(dropped & bit, weight, gradient, minus);
+        dp[4 * j + i] = s[4 * j + i] * gradient;
+        s[4 * j + i] = weight;
       }
     }
   }

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tools.protocols import Fault, Machine, Slots
 from tests.tools.protocols_backward import SharedSums, backward
-from tests.tools.protocols_backward_mod import backward_mod
+from tests.tools.protocols_backward_mod import BROUGHT, backward_mod
 from tests.tools.protocols_forward import forward, forward_mod
 from tests.tools.protocols_memory import (
     adds_in_turn,
@@ -135,8 +135,8 @@ def run_split_dq(m, rnd):
     split_dq(m, numbered(rnd), *rnd.choice(((3, 3), (2, 2), (2, 1))), draws=rnd.random() < 0.5)
 
 
-def mod_items(rnd, heads=(0, 0, 1)):
-    steps = [[(rnd.choice(heads), rnd.random() < 0.5) for _ in range(count)] for count in counts(rnd)]
+def mod_items(rnd, heads=(0, 0, 1), tests=(False, True)):
+    steps = [[(rnd.choice(heads), rnd.choice(tests)) for _ in range(count)] for count in counts(rnd)]
     return [sorted(of_item, key=lambda step: step[0]) for of_item in steps]
 
 
@@ -151,13 +151,13 @@ def run_split_mod_dq(m, rnd):
 
 
 def run_backward_mod(m, rnd, *, slots, **kind):
-    items = mod_items(rnd)
+    items = mod_items(rnd, tests=(False, True, BROUGHT))
     kind["bias"] = kind.get("bias", False) and rnd.random() < 0.6
     backward_mod(m, items, slots, **kind, draws=rnd.random() < 0.5)
 
 
 def run_wide_mod(m, rnd):
-    items = mod_items(rnd)
+    items = mod_items(rnd, tests=(False, True, BROUGHT))
     seen = {
         (n, i): rnd.choice(((0, 1), (0,), (1,))) for n, steps in enumerate(items) for i in range(len(steps))
     }
@@ -251,6 +251,8 @@ def test_nothing_hangs_and_every_read_finds_what_it_is_for(name):
         ("backward with modifiers, blocks of 256 keys", "one place for draws", "draws"),
         ("backward with modifiers, blocks of 256 keys", "a bias is not waited for", "bias"),
         ("backward with modifiers, blocks of 256 keys", "one place for dS", "dS"),
+        ("backward hiding, 64", "marks are brought to a place in use", "overwrites marks"),
+        ("backward adding, 128", "loaders do not wait for marks that are brought", "one arrival too many"),
         ("backward with modifiers, blocks of 256 keys", "marks are let go before they are read", "marks"),
         ("backward that makes its statistics", "statistics are read before all have made theirs", "made"),
         ("backward of one warpgroup", "dS is written where dQ may read it", "overwrites dS"),

@@ -128,14 +128,15 @@ class Role:
     def fence_copy(self, cell):
         cell.fenced = self.knows(cell.writer)
 
-    def copy(self, barrier, cell, value, fenced=True):
+    def copy(self, barrier, cell, value, fenced=True, arrives=True):
         """TMA, or without a fence cp.async; it ends whenever it likes."""
         self.check_free(cell)
         self.copies += 1
         event = (f"{self.name}'s copy", self.copies)
         cell.value, cell.writer, cell.readers, cell.fenced = None, event, {}, fenced
         barrier.copies += 1
-        self.arrive(barrier)
+        if arrives:
+            self.arrive(barrier)
         self.machine.copies.append((barrier, cell, value, event))
 
     def look(self, cell):

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 from tests.tools.protocols import ALL, CHUNK, END, WARPS, Barrier, DsPlaces, Slots, barriers, cells, each_item
 
 
+BROUGHT = "brought"  # of a step: it is tested, and TMA brings the marks
+
+
 class Marks:
     """Those that the loaders leave, as one role goes through them."""
 
@@ -16,6 +19,19 @@ class Marks:
 
     def leave(self, loader, mark):
         yield from self.of_loaders[loader].put(self.me, self.count, mark)
+        self.count += 1
+
+    def bring(self, loader, mark):
+        """The first loader asks for those of all. The others wait as well: else they would arrive too soon."""
+        slots = self.of_loaders[0]
+        full = slots.full[self.count % slots.slots]
+        plant = self.me.machine.plant
+        if plant != "marks are brought to a place in use" or loader > 0:
+            if plant != "loaders do not wait for marks that are brought" or loader == 0:
+                yield slots.left(self.count)
+        for of_loader in self.of_loaders if loader == 0 else ():
+            self.me.copy(full, of_loader.at(self.count), mark, arrives=False)
+        self.me.arrive(full)
         self.count += 1
 
     def take(self, mark):
@@ -32,8 +48,8 @@ class Marks:
 
 
 class ModProducers:
-    """schedule_bwd_work(), for_bwd_steps() and places of MaskWordMaker of bwd_mod/produce.cuh. A step says
-    which head it is of and whether it is tested; `readers` are the warps that read marks."""
+    """schedule_bwd_work(), for_bwd_steps(), places of MaskWordMaker and BringsMaskTiles of bwd_mod/produce.cuh. A step says
+    which head it is of and whether it is tested, or BROUGHT; `readers` are the warps that read marks."""
 
     def __init__(self, m, items, mark_slots, readers, draws, draw_ahead):
         self.m, self.items, self.draws, self.draw_ahead = m, items, draws, draw_ahead
@@ -137,8 +153,11 @@ def backward_mod(
         load_query = x.query_loader(me, consumers_draw, slots)
 
         def leave(step, is_tested):
-            for which in ["visible"] * is_tested + ["dropped"] * loaders_draw:
-                yield from marks.leave(number, (which, *step))
+            if is_tested:
+                way = marks.bring if is_tested == BROUGHT else marks.leave
+                yield from way(number, ("visible", *step))
+            if loaders_draw:
+                yield from marks.leave(number, ("dropped", *step))
 
         def load(step, is_ending):
             if number == 1:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 from tests.tools.protocols import ALL, CHUNK, END, WARPS, Barrier, DsPlaces, Slots, barriers, cells, each_item
 
-
 BROUGHT = "brought"  # of a step: it is tested, and TMA brings the marks
 
 
@@ -22,7 +21,7 @@ class Marks:
         self.count += 1
 
     def bring(self, loader, mark):
-        """The first loader asks for those of all. The others wait as well: else they would arrive too soon."""
+        """The first loader asks for those of all. The others wait as well, else they would arrive early."""
         slots = self.of_loaders[0]
         full = slots.full[self.count % slots.slots]
         plant = self.me.machine.plant
@@ -48,8 +47,9 @@ class Marks:
 
 
 class ModProducers:
-    """schedule_bwd_work(), for_bwd_steps(), places of MaskWordMaker and BringsMaskTiles of bwd_mod/produce.cuh. A step says
-    which head it is of and whether it is tested, or BROUGHT; `readers` are the warps that read marks."""
+    """schedule_bwd_work(), for_bwd_steps(), places of MaskWordMaker and BringsMaskTiles of
+    bwd_mod/produce.cuh. A step says which head it is of and whether it is tested, or BROUGHT; `readers` are
+    the warps that read marks."""
 
     def __init__(self, m, items, mark_slots, readers, draws, draw_ahead):
         self.m, self.items, self.draws, self.draw_ahead = m, items, draws, draw_ahead

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.record import PLAIN_SUFFIX, Entry, Results, Row, column_names, feature_pair, speed_of_plain
-from bench.shapes import DIRECTIONS
+from bench.shapes import DIRECTIONS, PACKED_SUFFIX
 
 MIN_OF_PLAIN = 0.8  # within 25 % of the plain kernel's time per visited tile
 MIN_OF_PLAIN_WITH_GRADIENT = 0.5  # a gradient of the scores themselves: within twice the plain backward
 MAX_TIME_PER_TILE = 1.15  # of sparse block maps, over that of the full one
+MIN_OF_PACKED = 0.95  # documents by ids, over the same ones as packed sequences
 RIVAL = "mem"  # the peer that each feature is to beat
 # The backward of these sums a gradient over all scores.
 _WITH_GRADIENT = ("bias-grad", "bias-batch-grad", "alibi-grad", "relative-position-grad")
@@ -61,8 +62,8 @@ def checks(results: Results) -> list[Check]:
     """Every demand on every feature row of a run, path by path; empty without such rows.
 
     The speed on visited tiles against the plain kernel, the time per visited tile of sparse block maps
-    against that of the full one, and the time against SDPA's memory-efficient backend where it ran. A path
-    that did not run a row is held to it only if no other path did.
+    against that of the full one, documents against packed sequences, and the time against SDPA's
+    memory-efficient backend where it ran. A path that did not run a row is held to it only if no other did.
     """
     found = []
     for direction in ("fwd", "bwd"):
@@ -71,7 +72,22 @@ def checks(results: Results) -> list[Check]:
             whole = next((_of_plain(r, path) for r in rows if r.case.feature == _FULL_BLOCKS), None)
             for row in rows:
                 found += _checks_of(row, path, whole)
+                found += _check_of_documents(results, row, path)
     return found
+
+
+def _check_of_documents(results: Results, row: Row, path: str) -> list[Check]:
+    """Of one row whose documents another one has as packed sequences."""
+    name, ours = row.case.name + PACKED_SUFFIX, row.entry(path)
+    others = [r.entry(path) for r in results.rows if (r.case.name, r.direction) == (name, row.direction)]
+    if not others or ours is None:
+        return []
+    packed, ran = others[0], ours.status == "ok"
+    ratio = (
+        packed.median_ms / ours.median_ms if ran and packed is not None and packed.status == "ok" else None
+    )
+    what = "speed over packed sequences"
+    return [Check(row.direction, path, row.case.feature, what, ratio, MIN_OF_PACKED, True)]
 
 
 def _checks_of(row: Row, path: str, whole: float | None) -> list[Check]:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
-from bench.shapes import Case
+from bench.shapes import Case, document_lengths
 from flash_ext import masks
 
 # rule(b, h, row, col) -> bool and score(score, b, h, row, col) -> score, on index tensors that broadcast
@@ -28,7 +28,6 @@ ScoreRule = Callable[[Any, Any, Any, Any, Any], torch.Tensor]
 SOFTCAP = 30.0
 DROPOUT_P = 0.1
 SINK_TOKENS = 4
-DOCUMENTS = 8  # per sequence
 BUCKETS = 32  # of a relative-position table, for distances up to 128, as models of the T5 family have it
 
 
@@ -210,11 +209,9 @@ class Draws:
         return values.random_(0, 2, generator=self._generator("half")).bool()
 
     def document_starts(self) -> torch.Tensor:
-        """(batch, DOCUMENTS) int64: where the documents of each sequence begin, ascending, the first at 0."""
-        case, generator = self.case, torch.Generator().manual_seed(zlib.crc32(b"documents"))
-        orders = [torch.randperm(case.seqlen_q - 1, generator=generator) for _ in range(case.batch)]
-        starts = torch.stack([order[: DOCUMENTS - 1] + 1 for order in orders])
-        return F.pad(starts.sort(1).values, (1, 0)).to(self.device)
+        """(batch, documents) int64: where the documents of each sequence begin, ascending, the first at 0."""
+        lengths = torch.tensor(document_lengths(self.case.batch, self.case.seqlen_q))
+        return (lengths.cumsum(1) - lengths).to(self.device)
 
     def block_offsets(self, blocks: int, taken: int) -> torch.Tensor:
         """(num_heads, blocks) bool, ``taken`` of each row True."""

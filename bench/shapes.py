@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import random
 from dataclasses import dataclass
 
 from bench import models
@@ -319,6 +320,20 @@ def _shapes() -> list[Case]:
 # Features with a causal mask, and those whose window is a quarter of the length.
 _CAUSAL_FEATURES = ("plain-causal", "window", "documents", "prefix", "sink-tokens", "chunked", "hidden-rows")
 _WINDOWED_FEATURES = ("window", "sink-tokens")
+PACKED_SUFFIX = "-packed"  # of a row that has the documents of another as packed sequences
+_DOCUMENTS = 8  # per sequence
+
+
+def document_lengths(batch: int, seqlen: int) -> list[list[int]]:
+    """Of the documents of each sequence of the row "documents"; where one ends is drawn, evenly."""
+    draws = random.Random("documents")
+    of_all = []
+    for _ in range(batch):
+        ends = sorted(draws.sample(range(1, seqlen), _DOCUMENTS - 1))
+        of_all.append([end - begin for begin, end in zip([0, *ends], [*ends, seqlen], strict=True)])
+    return of_all
+
+
 FEATURE_NAMES = (
     "plain",
     "plain-causal",
@@ -365,6 +380,15 @@ def _features(prefix: str, batch: int, seqlen: int, num_heads: int, head_dim: in
             **options,
         )
         for name in FEATURE_NAMES
+    ]
+
+
+def _documents(name: str, batch: int, seqlen: int, num_heads: int, head_dim: int) -> list[Case]:
+    """The row "documents" of the features, and the same documents as packed sequences."""
+    lengths = tuple(length for of_one in document_lengths(batch, seqlen) for length in of_one)
+    return [
+        _dense(name, batch, seqlen, num_heads, head_dim, causal=True, feature="documents"),
+        _packed(name + PACKED_SUFFIX, lengths, num_heads, head_dim, causal=True),
     ]
 
 
@@ -442,11 +466,16 @@ SETS: dict[str, list[Case]] = {
     "features-d64": _features("d64-feature-", 4, 4096, 32, 64),
     "features-d256": _features("d256-feature-", 4, 4096, 8, 256),
     "features-deterministic": _features("deterministic-feature-", 4, 4096, 16, 128, deterministic=True),
+    "documents": [
+        *_documents("d128-documents", 4, 4096, 16, 128),
+        *_documents("d64-documents", 4, 4096, 32, 64),
+    ],
     "shapes": _shapes(),
     "fp8": _constant_work("fp8-", 16384, 2048, (64, 128, 256), (1024, 4096, 16384), inference=True),
     "models": [_model(row) for row in models.ROWS],
     "smoke": _smoke(),
     "smoke-features": _features("smoke-feature-", 2, 128, 2, 16),
+    "smoke-documents": _documents("smoke-documents", 2, 128, 2, 16),
     "smoke-fp8": _constant_work("smoke-fp8-", 128, 128, (64,), (64, 128), inference=True),
     "smoke-models": [shrunken(_model(row)) for row in models.ROWS],
 }

@@ -261,6 +261,15 @@ def test_tiles_are_those_of_the_launch():
         assert _C.get_switch("record_launches") is None
 
 
+def test_documents_are_the_same_by_ids_and_packed():
+    by_ids, packed = SETS["smoke-documents"]
+    ids = inputs_of(by_ids).asked.options["mask"].ids
+    runs = [row.unique_consecutive(return_counts=True)[1] for row in ids]
+    assert packed.lengths == tuple(torch.cat(runs).tolist()) and packed.causal
+    of_one_head = sum(n * (n + 1) // 2 for n in packed.lengths)
+    assert inputs_of(by_ids).work().pairs == packed.num_heads * of_one_head
+
+
 # ---- from a recorded run ---------------------------------------------------------------------------------
 
 
@@ -332,3 +341,19 @@ def test_demands_hold_and_fail_by_name():
     ]
     assert [c.feature for c in per_tile] == ["blocks-128-quarter"] * 2
     assert per_tile[0].value == pytest.approx(2.25)
+
+
+def test_documents_are_held_against_packed_sequences():
+    by_ids, packed = SETS["documents"][:2]
+    assert packed.name == by_ids.name + "-packed"
+
+    def found(*times: float) -> list:
+        rows = [Row(case, "fwd", "bf16", 1, 1) for case in (by_ids, packed)]
+        for row, ms in zip(rows, times, strict=False):
+            row.entries = [timed("auto", ms, ours=True)]
+        of_all = checks(Results({}, {}, rows))
+        return [check for check in of_all if "packed" in check.what]
+
+    slow, fast, unknown = found(1.0, 0.9), found(1.0, 0.96), found(1.0)
+    assert [check.holds for check in slow + fast + unknown] == [False, True, False]
+    assert slow[0].value == pytest.approx(0.9) and unknown[0].value is None

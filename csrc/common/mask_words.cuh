@@ -12,6 +12,7 @@
 //                                                 with what their keys hide one by one
 //   sm80/fwd_mod/mask_words.cuh, sm90/fwd_mod/mask_words.cuh  a lane makes the words of one row, or of a half of one
 //   sm80/bwd/mask_words.cuh, sm90/bwd_mod/mask_words.cuh     a lane makes the word of one row, and that of one key
+//   passes/mask_passes.cuh                        mask tiles (condensed.h): a bit mask's words in the latter's layout
 //   sm80/bwd_bias/steps.cuh                       light tiles: intervals and the bit mask only
 #pragma once
 

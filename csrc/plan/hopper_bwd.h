@@ -103,7 +103,9 @@ inline bool prefers_short_sm80(const Problem& p, const DeviceInfo& d) {
 
 // Blocks of 256 keys, 128 a warpgroup, in the fused backward with modifiers. One takes 7/4 of the time of one of 128. Equal blocks
 // run in whole rounds of the multiprocessors; unequal ones fill them from two a multiprocessor on. Masks must leave most of
-// them whole. Loaders are too slow to make words of bool masks. Evidence: fused-bwd-mod.
+// them whole, but bit masks whose words TMA brings: those pay from fewer keys on, where no bound cuts tiles as well. Loaders are
+// too slow to make words of bit masks. Evidence: fused-bwd-mod.
+inline constexpr int kLeastBroughtKeys = 512;
 inline bool prefers_wide_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
   if (c.wide_tiles) return *c.wide_tiles;
   const int64_t wide = make_grid(p, d, false, 256).ctas, others = make_grid(p, d, false, 128).ctas, sms = d.num_sms;
@@ -112,8 +114,8 @@ inline bool prefers_wide_mod(const Problem& p, const Modifiers& m, const DeviceI
   const auto cost = [&](int64_t blocks) { return equal ? (blocks + sms - 1) / sms * sms : std::max(blocks, 2 * sms); };
   const bool makes_words = has_row_words(m) && !brings_mask_tiles(p, m);
   const bool only_words = has_row_words(m) && p.window_left < 0 && p.window_right < 0;
-  return 7 * cost(wide) < 4 * cost(others) && !makes_words && !has_short_window(p) &&
-         (!hides || average_keys(p) >= (only_words ? kLeastCutKeys / 2 : kLeastCutKeys));
+  const int least_keys = only_words ? kLeastBroughtKeys : hides ? kLeastCutKeys : 0;
+  return 7 * cost(wide) < 4 * cost(others) && !makes_words && !has_short_window(p) && average_keys(p) >= least_keys;
 }
 
 // Among how many CTAs the queries of a block of keys are divided, where there are few blocks: each makes dK and dV of its

@@ -367,6 +367,15 @@ def test_memory_is_that_of_the_condensed_form() -> None:
     assert cut.describe(n, n).memory == n * n // 2048 + n * n // 4 * 65 // 64  # cut blocks are written out
 
 
+@pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 128, 200])
+@pytest.mark.parametrize("cols", [1, 2, 31, 127, 128, 129, 300])
+def test_memory_of_a_dense_mask_is_what_condense_makes(rows: int, cols: int) -> None:
+    tensor = torch.ones(2, 3, rows, cols, dtype=torch.bool)
+    condensed = torch.ops.flash_ext.condense.default(tensor, 0, 0)
+    described = masks.Dense(tensor).describe(max(rows, 2), max(cols, 2), batch=2, num_heads=3)
+    assert described.memory == 4 * condensed.numel()
+
+
 def test_plot() -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")

@@ -178,7 +178,7 @@ struct ModKeyShared {
   uint32_t index;  // the scheduler's present one
   int work_tiles_found, chunks_found;
   unsigned char split[T::kWorkStages];  // of the steps of a block of keys, that a work tile has
-  alignas(128) unsigned char only_mask_words[T::kAdds ? T::kMaskWordBytes : 4];
+  alignas(128) unsigned char only_mask_words[T::kAdds ? T::kMaskWordBytes : 4];  // as TMA asks
 
   __device__ __forceinline__ unsigned char* mask_words(WordKind which, int stage) {
     static_assert(2 * T::kMaskStages * T::kMaskWordBytes <= T::kBiasBytes);

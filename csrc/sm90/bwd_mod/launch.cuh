@@ -40,8 +40,8 @@ inline KeySums key_sums_of(const BiasGradient& g, const Problem& p, int splits) 
 
 // Mask tiles, of 16 keys each, by groups of rows (condensed.h).
 inline std::string encode_mask_tiles(CUtensorMap& map, const Modifiers& m, const Problem& p, int keys) {
-  constexpr int kWords = 32, kBytes = 4;  // of a tile, of a word
-  const cuuint64_t tiles = cuuint64_t{2} * m.mask.num_words, groups = (p.seqlen_q + 63) / 64;
+  constexpr int kWords = 32, kBytes = 4, kGroup = Modifiers::kMaskGroup;  // of a tile, of a word; rows
+  const cuuint64_t tiles = cuuint64_t{2} * m.mask.num_words, groups = (p.seqlen_q + kGroup - 1) / kGroup;
   const cuuint64_t dims[5] = {kWords, tiles, groups, map_size(m.mask.head_stride, p.num_heads),
                               map_size(m.mask.batch_stride, p.batch)};
   const cuuint64_t strides[4] = {kWords * kBytes, tiles * kWords * kBytes, map_stride(m.mask.head_stride, kBytes),

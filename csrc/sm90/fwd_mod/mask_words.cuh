@@ -192,20 +192,11 @@ __device__ __forceinline__ void hide_scores(float (&s)[kCount], const ScoreBits<
   }
 }
 
-// The same of 16 scores without predicates, of which there are seven: they would be made and read in turn.
+// The same of 16 scores. Both rows' bits lie side by side first, so that four become predicates at once (R2P).
 __device__ __forceinline__ void hide_16(float* s, const uint32_t (&words)[2]) {
+  const uint32_t bits = (words[0] & 0x03030303) | (words[1] << 2 & 0x0c0c0c0c);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const uint32_t bits = words[half] << (7 - c);
-      float* const x = s + 2 * half + c;
-      x[0] = ptx::keep_where<0>(x[0], bits);
-      x[4] = ptx::keep_where<1>(x[4], bits);
-      x[8] = ptx::keep_where<2>(x[8], bits);
-      x[12] = ptx::keep_where<3>(x[12], bits);
-    }
-  }
+  for (int i = 0; i < 16; ++i) s[i] = (bits >> (i / 4 * 8 + i % 4) & 1) != 0 ? s[i] : -INFINITY;
 }
 
 // Words of this lane's rows for 64 keys of a tile, 8 bytes a row in shared memory. The rows have no others.

@@ -198,7 +198,8 @@ def run_with_progress(
 
 
 # What two runs must share for their rows to stand in one file.
-SAME_RUN = ("device", "commit", "dirty", "torch", "paths", "peers", "dtype", "rounds", "budget_s", "seed")
+SAME_RUN = ("device", "commit", "dirty", "build_sources", "torch", "paths", "peers", "dtype", "rounds",
+            "budget_s", "seed")  # fmt: skip
 
 
 def rows_of_before(path: Path, metadata: dict) -> list[Row]:

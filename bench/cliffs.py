@@ -2,27 +2,44 @@
 
     python -m bench.cliffs --out cliffs.json           # about 2 minutes
     python -m bench.cliffs --head-dims 32 --kinds plain,bias_1hqk_grad
+    python -m bench.cliffs --report cliffs.json.gz     # the verdicts on a stored file, anywhere
 
-Each point is timed forward and backward, beside PyTorch's memory-efficient backend. Three things may be wrong
-with a point. The program names and counts each of them:
+Each point is timed forward and backward, beside PyTorch's memory-efficient backend. Three things may be
+wrong with a point. The program names and counts each of them:
 
 refused: flash_ext raises.
-behind: the backend takes less time. It gets an fp32 bias rounded, since it has none in fp32.
-cliff: the time a visible score is more than twice that of a neighbour, and so is the time over the floor. A
-    neighbour has the next length, or another number of heads. The floor is the bytes that must move at the
-    speed of a copy, plus the products at the speed of a matrix product, both measured in this run.
+behind: the backend takes less time. It gets an fp32 bias rounded, since it has none in fp32. A bias that is
+    the same for all keys is written out for it, and documents are a bool mask. Points that it refuses are
+    counted apart.
+cliff: the time a visible score is more than twice that of a neighbour, and so is the time over the floor.
 
-A score of a short sequence has more bytes to move, so its time is allowed to grow with the floor. How many
-points exceed twice a neighbour by the time a score alone is counted beside it.
+A neighbour has the next length, another number of heads, or the next head_dim. A larger head_dim may take
+longer a score by the ratio of the two, since products and rows grow with it; a smaller one may take as long,
+since exponentials, masks and biases do not shrink with it.
+
+The floor is the longer of two times: that of the bytes that must move, at the speed of a copy, and that of
+the products, at the speed of a matrix product. Both speeds are measured in this run. A kernel whose products
+are faster than that matrix product runs below the floor. Such points are counted.
+
+Points above twice a neighbour by each measure alone, whatever the other says, are counted and recorded too.
+They are no fault by that. Those by the time a score have one of three causes:
+
+floor: the floor a score is itself more than twice the neighbour's. A short sequence has more bytes a score.
+tiles: the same holds for the scores of whole tiles. A sequence of 77 fills little more than a third of a
+    tile of 128 queries and 128 keys.
+neither: all others.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +49,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_ext
 from bench import machine, timing
+from bench.record import stored_text
 from flash_ext import masks
 
 HEADS = {32: 4, 64: 12, 80: 12, 128: 16, 256: 8}
@@ -54,7 +72,15 @@ FEW_ROWS = 16  # of "few_rows", whose lengths are numbers of keys
 MOST_SCORES, MOST_ELEMENTS, MOST_BATCH = 2**28, 2**26, 2**15
 OURS, PEER = "flash_ext", "efficient"
 NEIGHBOURS = 2.0  # times the time of a neighbour
+CAUSES = {
+    "floor": "the floor a score exceeds that as well",
+    "tiles": "scores of whole tiles exceed that as well",
+    "neither": "neither does, or the file has no tiles",
+}
 NEARLY, AGAIN = 0.97, 10  # of that, from where on points are measured again, and for how many times as long
+
+
+Sizes = tuple[int, int, int, int]  # batch, heads, queries, keys
 
 
 @dataclass
@@ -64,7 +90,8 @@ class Point:
     seqlen: of queries, and but for "cross" of keys; of "few_rows" that of keys.
     over_floor: our time over the floor of this run.
     scores: that are visible, of all batch entries and heads.
-    refusal: what flash_ext raises.
+    refusal, peer_refusal: what flash_ext and the backend raise.
+    tile: queries and keys of a tile of our kernel; None in files that do not have it.
     """
 
     head_dim: int
@@ -79,6 +106,12 @@ class Point:
     scores: float
     kernel: str = ""
     refusal: str = ""
+    peer_refusal: str = ""
+    tile: tuple[int, int] | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        return (self.batch, self.num_heads, *lengths_of(self.seqlen, self.kind))
 
     @property
     def name(self) -> str:
@@ -87,11 +120,10 @@ class Point:
 
 @dataclass
 class Calls:
-    """What is timed at one point, and the least it has to move and to multiply."""
+    """What is timed at one place, and how many scores are visible."""
 
     forward: dict[str, timing.Call]
     backward: dict[str, timing.Call]
-    bytes: tuple[float, float]
     scores: float
 
 
@@ -115,50 +147,105 @@ def dtype_of(kind: str) -> torch.dtype:
     return torch.float16 if kind.startswith("fp16") else torch.bfloat16
 
 
-def bias_of(kind: str, *sizes: int) -> Tensor | None:
-    """The bias that a kind names; ``sizes``: batch, heads, queries, keys."""
+def lengths_of(seqlen: int, kind: str) -> tuple[int, int]:
+    """How many queries and keys a sequence of a kind has."""
+    return FEW_ROWS if kind == "few_rows" else seqlen, CROSS_KEYS if kind == "cross" else seqlen
+
+
+def bias_shape(kind: str, sizes: Sizes) -> list[int] | None:
+    """That of the bias that a kind names, if it names one."""
     if "bias" not in kind:
         return None
     letters = kind.split("bias_")[1].removesuffix("_grad")
-    shape = [1 if letter == "1" else size for letter, size in zip(letters, sizes, strict=True)]
-    dtype = torch.float32 if kind.startswith("fp32") else dtype_of(kind)
-    return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=kind.endswith("grad"))
+    return [1 if letter == "1" else size for letter, size in zip(letters, sizes, strict=True)]
 
 
-def calls_of(head_dim: int, seqlen: int, seqlen_k: int, batch: int, heads: int, kind: str) -> Calls:
+def bias_dtype(kind: str) -> torch.dtype:
+    return torch.float32 if kind.startswith("fp32") else dtype_of(kind)
+
+
+def bias_of(kind: str, sizes: Sizes, device: str = "cuda") -> Tensor | None:
+    """The bias that a kind names."""
+    shape = bias_shape(kind, sizes)
+    if shape is None:
+        return None
+    return torch.randn(shape, device=device, dtype=bias_dtype(kind), requires_grad=kind.endswith("grad"))
+
+
+def least_bytes(kind: str, sizes: Sizes, head_dim: int, direction: str) -> float:
+    """Of q, k, v and the output, in a backward of their gradients too, and of the bias and its gradient."""
+    batch, heads, seqlen_q, seqlen_k = sizes
+    one_of_each = dtype_of(kind).itemsize * batch * heads * (seqlen_q + seqlen_k) * head_dim  # q and k
+    shape = bias_shape(kind, sizes)
+    of_bias = math.prod(shape) * bias_dtype(kind).itemsize if shape else 0
+    if direction == "fwd":
+        return 2.0 * one_of_each + of_bias
+    return 4.0 * one_of_each + (2.0 if kind.endswith("grad") else 1.0) * of_bias
+
+
+def floor_of(point: Point, speeds: tuple[float, float]) -> float:
+    """Microseconds. speeds: bytes and operations a microsecond."""
+    products = 2 if point.direction == "fwd" else 5
+    bytes_moved = least_bytes(point.kind, point.sizes, point.head_dim, point.direction)
+    return max(bytes_moved / speeds[0], products * 2.0 * point.scores * point.head_dim / speeds[1])
+
+
+def over_the_floor(points: list[Point], speeds: tuple[float, float]) -> list[Point]:
+    """The same points with their time over the floor."""
+    return [replace(p, over_floor=p.ours_us and p.ours_us / floor_of(p, speeds)) for p in points]
+
+
+def written_out(bias: Tensor, sizes: Sizes) -> Tensor:
+    """As the backend takes it: keys side by side in memory. Gradients come back to ``bias``."""
+    with torch.enable_grad():
+        return bias.expand(-1, -1, -1, sizes[3]).contiguous().expand(sizes)
+
+
+def calls_of(
+    head_dim: int, sizes: Sizes, kind: str,
+    device: str = "cuda", backend: SDPBackend = SDPBackend.EFFICIENT_ATTENTION,
+) -> Calls:  # fmt: skip
     """Both programs on the same random numbers, each in its own layout."""
-    q, k, v, dout = (torch.randn(batch, rows, heads, head_dim, device="cuda", dtype=dtype_of(kind))
+    batch, heads, seqlen, seqlen_k = sizes
+    q, k, v, dout = (torch.randn(batch, rows, heads, head_dim, device=device, dtype=dtype_of(kind))
                      for rows in (seqlen, seqlen_k, seqlen_k, seqlen))  # fmt: skip
     options: dict = {"causal": kind == "causal"}
-    peer: dict | None = {"is_causal": kind == "causal"}
-    bias = bias_of(kind, batch, heads, seqlen, seqlen_k)
+    peer: dict = {"is_causal": kind == "causal"}
+    bias = bias_of(kind, sizes, device)
     learned, peer_learned = [], []
     visible = seqlen * seqlen_k * (0.5 if kind == "causal" else 1.0)  # scores of a head
     if bias is not None:
         options["bias"] = bias
         rounded = bias.detach().to(dtype_of(kind)).requires_grad_(bias.requires_grad)
-        peer["attn_mask"] = rounded.expand(batch, heads, seqlen, seqlen_k)
         learned, peer_learned = ([bias], [rounded]) if bias.requires_grad else ([], [])
     elif kind == "key_padding":
         # Spread evenly: of few random lengths the mean, and with it the work, is a matter of luck.
-        lengths = 1 + (torch.arange(batch, device="cuda")[:, None] * 2 + 1) * seqlen // (2 * batch)
-        keep = torch.arange(seqlen, device="cuda")[None] < lengths
-        options["mask"], peer["attn_mask"] = masks.KeyMask(keep), keep[:, None, None]
+        lengths = 1 + (torch.arange(batch, device=device)[:, None] * 2 + 1) * seqlen // (2 * batch)
+        keep = torch.arange(seqlen, device=device)[None] < lengths
+        options["mask"] = masks.KeyMask(keep)
         visible = seqlen * float(lengths.float().mean())
     elif kind == "dropout":
         options["dropout_p"] = peer["dropout_p"] = 0.1
     elif kind == "documents":
         # Their ends do not lie on those of tiles, at any length.
-        ids = (torch.arange(seqlen, device="cuda") // max(7, seqlen // 8 - 3)).int()
+        ids = (torch.arange(seqlen, device=device) // max(7, seqlen // 8 - 3)).int()
+        options["mask"] = masks.Documents(ids)
         visible = float(ids.bincount().square().sum())
-        options["mask"], peer = masks.Documents(ids), None
+
+    @functools.cache  # made at the first call, which is not timed and may be refused
+    def peer_mask() -> Tensor | None:
+        if bias is not None:
+            return written_out(rounded, sizes)
+        if kind == "key_padding":
+            return keep[:, None, None]
+        return (ids[:, None] == ids)[None, None] if kind == "documents" else None
 
     def ours(*qkv: Tensor) -> Tensor:
         return flash_ext.attention(*qkv, **options)
 
     def theirs(*qkv: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            return F.scaled_dot_product_attention(*qkv, **peer)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*qkv, attn_mask=peer_mask(), **peer)
 
     def without_gradient(program, inputs: list[Tensor]) -> timing.Call:
         def call() -> Tensor:
@@ -179,25 +266,21 @@ def calls_of(head_dim: int, seqlen: int, seqlen_k: int, batch: int, heads: int, 
         return call
 
     heads_first = [t.transpose(1, 2).contiguous() for t in (q, k, v, dout)]
-    forward = {OURS: without_gradient(ours, [q, k, v])}
-    backward = {OURS: of_gradients(ours, [q, k, v], learned, dout)}
-    if peer is not None:
-        forward[PEER] = without_gradient(theirs, heads_first[:3])
-        backward[PEER] = of_gradients(theirs, heads_first[:3], peer_learned, heads_first[3])
-    moved = 2.0 * (q.numel() + k.numel())
-    of_bias = 0.0 if bias is None else float(bias.numel() * bias.element_size())
-    least_bytes = (2 * moved + of_bias, 4 * moved + 2 * of_bias)
-    return Calls(forward, backward, least_bytes, batch * heads * visible)
+    forward = {OURS: without_gradient(ours, [q, k, v]), PEER: without_gradient(theirs, heads_first[:3])}
+    backward = {OURS: of_gradients(ours, [q, k, v], learned, dout),
+                PEER: of_gradients(theirs, heads_first[:3], peer_learned, heads_first[3])}  # fmt: skip
+    return Calls(forward, backward, batch * heads * visible)
 
 
-def kernel_of(call: timing.Call) -> str:
-    """The name of the kernel that a call of ours launches."""
+def kernel_of(call: timing.Call) -> tuple[str, tuple[int, int]]:
+    """The name of the kernel that a call of ours launches, and the queries and keys of its tiles."""
     from flash_ext._ops.library import _C
 
     _C.set_switch("record_launches", 1)
     try:
         call()
-        return _C.last_launch()["kernel"]
+        launch = _C.last_launch()
+        return launch["kernel"], (launch["block_m"], launch["block_n"])
     finally:
         _C.set_switch("record_launches", None)
 
@@ -218,22 +301,17 @@ def measured_at(
 ) -> Iterator[Point]:
     """Its points, forward and backward. speeds: bytes and operations a microsecond."""
     head_dim, seqlen, heads, kind = place
-    seqlen_q = FEW_ROWS if kind == "few_rows" else seqlen
-    seqlen_k = CROSS_KEYS if kind == "cross" else seqlen
+    seqlen_q, seqlen_k = lengths_of(seqlen, kind)
     batch = batch_of(seqlen_q, seqlen_k, heads, head_dim)
-    calls = calls_of(head_dim, seqlen_q, seqlen_k, batch, heads, kind)
-    for at, (direction, both) in enumerate((("fwd", calls.forward), ("bwd", calls.backward))):
+    calls = calls_of(head_dim, (batch, heads, seqlen_q, seqlen_k), kind)
+    for direction, both in (("fwd", calls.forward), ("bwd", calls.backward)):
         samples, failures = timing.measure(both, timer, 2, seconds)
         us = {name: 1e3 * sample.quartiles()[1] for name, sample in samples.items()}
-        product = 2.0 * calls.scores * head_dim
-        floor = calls.bytes[at] / speeds[0] + (2, 5)[at] * product / speeds[1]
-        ours = us.get(OURS)
-        kernel = kernel_of(both[OURS]) if ours else ""
-        point = Point(head_dim, seqlen, batch, heads, kind, direction, ours, us.get(PEER),
-                      ours and ours / floor, calls.scores, kernel, str(failures.get(OURS, "")))  # fmt: skip
-        if PEER in failures:
-            print(f"{PEER} refuses {point.name}: {failures[PEER]}"[:150], file=sys.stderr)
-        yield point
+        refusals = (str(failures.get(name, "")) for name in (OURS, PEER))
+        kernel, tile = kernel_of(both[OURS]) if OURS in us else ("", None)
+        point = Point(head_dim, seqlen, batch, heads, kind, direction, us.get(OURS), us.get(PEER), None,
+                      calls.scores, kernel, *refusals, tile)  # fmt: skip
+        yield from over_the_floor([point], speeds)
     del calls
     torch.cuda.empty_cache()
 
@@ -263,47 +341,122 @@ def refused(points: list[Point]) -> list[str]:
     return [f"{p.name}: {p.refusal[:150]}" for p in points if p.ours_us is None]
 
 
+def with_peer(points: list[Point]) -> list[Point]:
+    """Points that both programs have a time of."""
+    return [p for p in points if p.ours_us and p.peer_us]
+
+
+def without_peer(points: list[Point]) -> list[str]:
+    """Points that the peer has no time of."""
+    return [f"{p.name}: {p.peer_refusal[:150]}" for p in points if p.peer_us is None]
+
+
 def behind(points: list[Point]) -> list[str]:
     """Points at which the peer is faster, slowest first."""
-    slow = [(p.peer_us / p.ours_us, p) for p in points if p.ours_us and p.peer_us and p.peer_us < p.ours_us]
+    slow = [(p.peer_us / p.ours_us, p) for p in with_peer(points) if p.peer_us < p.ours_us]
     slow.sort(key=lambda pair: pair[0])
     return [f"{p.name}: {ratio:.2f} of {PEER}, {p.ours_us:.0f} us in {p.kernel}" for ratio, p in slow]
 
 
 def by_score(point: Point, neighbour: Point) -> float:
-    """How many times as long a visible score takes."""
-    return (point.ours_us / point.scores) / (neighbour.ours_us / neighbour.scores)
+    """How many times as long a visible score takes, over the ratio of head_dims where that is above 1."""
+    longer = (point.ours_us / point.scores) / (neighbour.ours_us / neighbour.scores)
+    return longer / max(1.0, point.head_dim / neighbour.head_dim)
+
+
+def by_floor(point: Point, neighbour: Point) -> float:
+    """How many times as long it takes over the floor."""
+    return point.over_floor / neighbour.over_floor
 
 
 def steepness(point: Point, neighbour: Point) -> float:
     """How many times as long a point takes: a visible score or over the floor, whichever differs less."""
-    return min(by_score(point, neighbour), point.over_floor / neighbour.over_floor)
+    return min(by_score(point, neighbour), by_floor(point, neighbour))
+
+
+def whole_tiles(point: Point) -> float:
+    """Scores of whole tiles for each score of the shape; 1 where the tile is not known."""
+    pairs = zip(point.sizes[2:], point.tile or (1, 1), strict=True)
+    return math.prod(-(-size // block) * block / size for size, block in pairs)
+
+
+def cause(point: Point, neighbour: Point) -> str:
+    """Why a score takes more than NEIGHBOURS times as long, of CAUSES."""
+    if by_score(point, neighbour) / by_floor(point, neighbour) > NEIGHBOURS:
+        return "floor"
+    known = point.tile and neighbour.tile
+    return "tiles" if known and whole_tiles(point) / whole_tiles(neighbour) > NEIGHBOURS else "neither"
 
 
 def neighbours(points: list[Point]) -> Iterator[tuple[Point, list[Point]]]:
-    """Every point that has a time, with those of the next lengths and of other numbers of heads."""
+    """Every point that has a time, with those of the next lengths, other numbers of heads and next head_dims.
+
+    The neighbour at another head_dim has one head where the point has one, and else several.
+    """
     lines: dict[tuple, list[Point]] = {}
     columns: dict[tuple, list[Point]] = {}
-    for point in sorted((p for p in points if p.ours_us), key=lambda p: p.seqlen):
-        same = (point.head_dim, point.kind, point.direction)
-        lines.setdefault((*same, point.num_heads), []).append(point)
-        columns.setdefault((*same, point.seqlen), []).append(point)
-    for line in lines.values():
-        for at, point in enumerate(line):
-            column = columns[point.head_dim, point.kind, point.direction, point.seqlen]
-            beside = line[max(at - 1, 0) : at] + line[at + 1 : at + 2]
-            yield point, beside + [p for p in column if p is not point]
+    timed = sorted((p for p in points if p.ours_us), key=lambda p: (p.head_dim, p.seqlen))
+    for point in timed:
+        for line in lines_through(point):
+            lines.setdefault(line, []).append(point)
+        columns.setdefault(column_of(point), []).append(point)
+    for point in timed:
+        beside = []
+        for line in (lines[name] for name in lines_through(point)):
+            at = next(i for i, other in enumerate(line) if other is point)
+            beside += line[max(at - 1, 0) : at] + line[at + 1 : at + 2]
+        yield point, beside + [p for p in columns[column_of(point)] if p is not point]
 
 
-def cliffs(points: list[Point], measured: Callable[[Point, Point], float] = steepness) -> list[str]:
-    """Points that take more than NEIGHBOURS times as long as a neighbour."""
-    found = []
+def lines_through(point: Point) -> tuple[tuple, tuple]:
+    """Names of the points of all lengths and of all head_dims that a point is among."""
+    same = (point.kind, point.direction)
+    return (
+        ("lengths", *same, point.head_dim, point.num_heads),
+        ("head_dims", *same, point.seqlen, point.num_heads == 1),
+    )
+
+
+def column_of(point: Point) -> tuple:
+    """The name of the points of all numbers of heads."""
+    return (point.kind, point.direction, point.head_dim, point.seqlen)
+
+
+Measure = Callable[[Point, Point], float]
+
+
+def above(points: list[Point], measured: Measure = steepness) -> Iterator[tuple[Point, list[Point]]]:
+    """Points that take more than NEIGHBOURS times as long as neighbours, with these."""
     for point, beside in neighbours(points):
-        steep = max((measured(point, other) for other in beside), default=0.0)
-        if steep > NEIGHBOURS:
-            over = f"{steep:.2f} times a neighbour, {point.over_floor:.1f} times the floor"
-            found.append(f"{point.name}: {over}")
+        if faster := [other for other in beside if measured(point, other) > NEIGHBOURS]:
+            yield point, faster
+
+
+def line_about(point: Point, faster: list[Point], measured: Measure) -> str:
+    """How much longer it takes than the fastest of some neighbours."""
+    other = max(faster, key=lambda p: measured(point, p))
+    where = f"D{other.head_dim} S{other.seqlen} H{other.num_heads}"
+    return f"{point.name}: {measured(point, other):.2f} times {where}, {point.over_floor:.1f} times the floor"
+
+
+def cliffs(points: list[Point], measured: Measure = steepness) -> list[str]:
+    """A line for each point that takes more than NEIGHBOURS times as long as a neighbour."""
+    return [line_about(point, faster, measured) for point, faster in above(points, measured)]
+
+
+def by_cause(points: list[Point]) -> dict[str, list[str]]:
+    """A line for each point above by the time a score. Of several causes the last in CAUSES counts."""
+    found: dict[str, list[str]] = {name: [] for name in CAUSES}
+    for point, faster in above(points, by_score):
+        last = max((cause(point, other) for other in faster), key=list(CAUSES).index)
+        found[last].append(line_about(point, faster, by_score))
     return found
+
+
+def only_beside_larger(points: list[Point]) -> list[str]:
+    """A line for each point above over the floor, where all neighbours below it have a larger head_dim."""
+    return [line_about(point, faster, by_floor) for point, faster in above(points, by_floor)
+            if all(other.head_dim > point.head_dim for other in faster)]  # fmt: skip
 
 
 def faults(points: list[Point]) -> dict[str, list[str]]:
@@ -315,7 +468,51 @@ def faults(points: list[Point]) -> dict[str, list[str]]:
     }
 
 
-def main() -> int:
+def verdicts(points: list[Point]) -> dict:
+    """The faults, and what is counted beside them."""
+    below = [p for p in points if p.ours_us and p.over_floor < 1]
+    return {
+        "faults": faults(points),
+        "without_peer": without_peer(points),
+        "below_floor": [f"{p.name}: {p.over_floor:.2f} times the floor" for p in below],
+        "by_score_alone": by_cause(points),
+        "by_floor_alone": cliffs(points, by_floor),
+        "by_floor_beside_larger_head_dim": only_beside_larger(points),
+    }
+
+
+def summary(points: list[Point]) -> str:
+    """The verdicts as text. Faults are named, and so are points above by the time a score without a cause."""
+    found, all_of_them = verdicts(points), f"of {len(points)} points"
+    refusals, slower, steep = found["faults"].items()
+    apart = Counter(p.kind for p in points if p.peer_us is None)
+    causes, twice = found["by_score_alone"], f"{NEIGHBOURS:g} times a neighbour"
+    over_floor, larger = found["by_floor_alone"], found["by_floor_beside_larger_head_dim"]
+    lines = [f"{len(refusals[1])} {all_of_them} {refusals[0]}", *(f"  {line}" for line in refusals[1])]
+    lines += [f"{len(slower[1])} of {len(with_peer(points))} points with a peer {slower[0]}"]
+    lines += [f"  {line}" for line in slower[1]]
+    lines += [f"{apart.total()} {all_of_them} without a peer"]
+    lines += [f"  {count} of {kind}" for kind, count in apart.items()]
+    lines += [f"{len(steep[1])} {all_of_them} {steep[0]} by time a score and over the floor"]
+    lines += [f"  {line}" for line in steep[1]]
+    lines += [f"{sum(map(len, causes.values()))} {all_of_them} above {twice} by time a score alone"]
+    for name, why in CAUSES.items():
+        lines += [f"  {len(causes[name])}: {why}"]
+    lines += [f"    {line}" for line in causes["neither"]]
+    lines += [f"{len(over_floor)} {all_of_them} above {twice} over the floor alone"]
+    lines += [f"  {len(larger)}: beside a larger head_dim only"]
+    lines += [f"{len(found['below_floor'])} {all_of_them} below the floor"]
+    return "\n".join(lines)
+
+
+def report(file: Path) -> tuple[list[Point], str]:
+    """Points and summary of a stored file, its floor made anew."""
+    record = json.loads(stored_text(file))
+    points = over_the_floor([Point(**fields) for fields in record["points"]], record["speeds"])
+    return points, summary(points)
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     machine.add_device_option(parser)
     parser.add_argument("--head-dims", default=",".join(map(str, HEADS)))
@@ -326,8 +523,13 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=0.02, help="a point (default 0.02)")
     parser.add_argument("--out", type=Path, default=None, help="JSON with all points")
+    parser.add_argument("--report", type=Path, help="such a file to judge, without measuring")
     parser.add_argument("--commit", default=None, help="commit to record where there is no git to ask")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.report:
+        points, text = report(options.report)
+        print(text)
+        return 1 if any(faults(points).values()) or not points else 0
     if machine.device_asked_for(options, parser, "--seqlens 16") != "cuda":
         parser.error("the memory-efficient backend needs a GPU")
     device = torch.device("cuda")
@@ -337,17 +539,12 @@ def main() -> int:
     head_dims, seqlens = ([int(n) for n in text.split(",")] for text in (options.head_dims, options.seqlens))
     kinds = options.kinds.split(",") if options.kinds else None
     points = sweep(list(places(head_dims, seqlens, kinds)), timer, speeds, options.seconds)
-    found, strict = faults(points), cliffs(points, by_score)
-    for title, lines in found.items():
-        print(f"{len(lines)} of {len(points)} points {title}", *lines, sep="\n  ")
-    print(
-        f"{len(strict)} of {len(points)} points above {NEIGHBOURS:g} times a neighbour by time a score alone"
-    )
+    print(summary(points))
     if options.out:
-        record = {"machine": facts, "speeds": speeds, "faults": found, "by_score_alone": strict}
+        record = {"machine": facts, "speeds": speeds, **verdicts(points)}
         record["points"] = [asdict(point) for point in points]
         options.out.write_text(json.dumps(record, indent=0))
-    return 1 if any(found.values()) or not points else 0
+    return 1 if any(faults(points).values()) or not points else 0
 
 
 if __name__ == "__main__":

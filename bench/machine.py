@@ -89,11 +89,15 @@ def build_facts() -> dict:
     """Version of flash_ext and what its binary says of its own build; empty where it cannot be imported."""
     try:
         from flash_ext import info
+        from flash_ext._ops.extension import build_record
     except ImportError:
         return {}
     facts = info.collect()
     extension = facts["extension"]
     known = {f"build_{key}": extension[key] for key in ("git_sha", "archs", "variant") if key in extension}
+    # The hash of the kernel sources: a build before a commit names the one before it.
+    if extension["loaded"] and (sources := build_record(Path(extension["file"])).get("sources")):
+        known["build_sources"] = sources
     return {"flash_ext": facts["flash_ext"]["version"], **known}
 
 

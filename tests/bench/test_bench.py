@@ -12,14 +12,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import features, timing
+from bench import features, machine, timing
 from bench.entrants import Entrant, make_ours
 from bench.inputs import Inputs, visible_mask
 from bench.peers import Flex, make_peers
 from bench.record import Entry, Results, Row, bar
 from bench.runner import Setup, run
 from bench.shapes import SETS, Case, flops, output_bytes, traffic_bytes, visible_pairs
+from flash_ext._ops.extension import build_record
 from flash_ext._ops.spec import AttnSpec, default_scale
+from tests.built import module_file
 from tests.reference import attention_reference, visible_interval
 
 CPU = torch.device("cpu")
@@ -369,6 +371,13 @@ def test_whole_program_on_gpu(name: str, tmp_path: Path):
             assert entry.extra_bytes <= 1 << 20  # out, lse and at most 1 MB
         if name == "smoke-features":
             assert entry.tiles > 0 and entry.of_plain > 0 and entry.tile_scores >= row.pairs
+
+
+def test_a_run_records_the_hash_of_its_kernel_sources():
+    """Its commit may be that of an older tree, where the build was made before the commit."""
+    facts = machine.collect(CPU, "told from outside")
+    assert facts["commit"] == "told from outside"
+    assert facts["build_sources"] == build_record(module_file())["sources"]
 
 
 # ---- accuracy ------------------------------------------------------------------------------------------

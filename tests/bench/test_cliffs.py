@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import asdict, replace
+
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from bench import cliffs
 from bench.cliffs import Point
+from bench.record import stored_text
+from tests.sources import ROOT
 
 
 def line_of(us: list[float | None], over_floor: list[float] | None = None, heads: int = 4) -> list[Point]:
@@ -54,6 +61,55 @@ def test_the_same_shape_with_other_heads_is_a_neighbour() -> None:
     assert len(found) == 1 and found[0].startswith("D64 S128 B8 H1 plain fwd: 2.10 times")
 
 
+def test_the_next_head_dim_is_a_neighbour() -> None:
+    """A larger one may take longer by the ratio of the two, a smaller one as long as the larger."""
+
+    def pair(of_64: float, of_128: float, heads: int = 4) -> list[Point]:
+        small, large = line_of([of_64], [of_64 / 10]) + line_of([of_128], [of_128 / 20], heads=heads)
+        return [small, replace(large, head_dim=128)]
+
+    assert cliffs.cliffs(pair(100.0, 390.0)) == []
+    assert cliffs.cliffs(pair(100.0, 410.0)) == [
+        "D128 S128 B8 H4 plain fwd: 2.05 times D64 S128 H4, 20.5 times the floor"
+    ]
+    assert cliffs.cliffs(pair(190.0, 100.0)) == []
+    assert cliffs.cliffs(pair(210.0, 100.0))[0].startswith("D64 S128 B8 H4 plain fwd: 2.10 times D128")
+    assert len(cliffs.cliffs(pair(100.0, 410.0, heads=8))) == 1  # several heads beside several
+    assert cliffs.cliffs(pair(100.0, 410.0, heads=1)) == []
+    slow = replace(line_of([500.0])[0], head_dim=256)
+    assert cliffs.cliffs([*pair(100.0, 200.0), slow]) == []
+    for field, value in (("kind", "causal"), ("direction", "bwd"), ("seqlen", 256)):
+        assert cliffs.cliffs([replace(pair(100.0, 410.0)[0], **{field: value}), pair(100.0, 410.0)[1]]) == []
+
+
+def test_above_over_the_floor_alone_and_beside_a_larger_head_dim_only() -> None:
+    """The floor of half the head_dim is half as long."""
+    small, large = line_of([110.0], [24.0]) + line_of([100.0], [10.0])
+    points = [small, replace(large, head_dim=128)]
+    assert cliffs.cliffs(points) == cliffs.cliffs(points, cliffs.by_score) == []
+    assert len(cliffs.cliffs(points, cliffs.by_floor)) == len(cliffs.only_beside_larger(points)) == 1
+    points += [replace(small, seqlen=256, over_floor=11.0)]
+    assert len(cliffs.cliffs(points, cliffs.by_floor)) == 1 and cliffs.only_beside_larger(points) == []
+
+
+def test_a_score_takes_longer_for_one_of_three_causes() -> None:
+    """The floor a score, the scores of whole tiles, or neither. Of several, the last one counts."""
+    by_floor = line_of([300.0, 100.0], over_floor=[1.4, 1.0])
+    assert cliffs.cause(*by_floor) == "floor"
+    slow, even = line_of([280.0, 100.0], over_floor=[1.7, 1.0])
+    assert cliffs.cause(slow, even) == "neither"
+    slow, even = replace(slow, seqlen=77, tile=(128, 128)), replace(even, seqlen=128, tile=(128, 128))
+    assert cliffs.whole_tiles(slow) / cliffs.whole_tiles(even) == pytest.approx((128 / 77) ** 2)
+    assert cliffs.cause(slow, even) == "tiles"
+    assert cliffs.cause(replace(slow, tile=(80, 80)), even) == "neither"
+    assert cliffs.cause(slow, replace(even, tile=None)) == "neither"
+    assert {name: len(lines) for name, lines in cliffs.by_cause([slow, even]).items()} == {
+        "floor": 0, "tiles": 1, "neither": 0
+    }  # fmt: skip
+    before = replace(even, seqlen=49, tile=(64, 64))
+    assert [name for name, lines in cliffs.by_cause([before, slow, even]).items() if lines] == ["neither"]
+
+
 def test_a_point_that_is_refused_is_no_neighbour_of_the_next() -> None:
     assert lengths(cliffs.cliffs(line_of([100.0, None, 250.0]))) == [512]
 
@@ -83,6 +139,27 @@ def test_behind_is_slower_than_the_peer() -> None:
     assert cliffs.behind(points) == []
 
 
+def test_the_summary_counts_points_with_a_peer_and_those_without() -> None:
+    points = line_of([900.0, 1001.0, 950.0])
+    points[2].peer_us, points[2].peer_refusal = None, "no kernel"
+    lines = cliffs.summary(points).splitlines()
+    assert "1 of 2 points with a peer behind efficient" in lines
+    at = lines.index("1 of 3 points without a peer")
+    assert lines[at + 1] == "  1 of plain"
+    assert cliffs.without_peer(points) == ["D64 S512 B8 H4 plain fwd: no kernel"]
+    assert sum(map(len, cliffs.faults(points).values())) == 1  # that of the slow point
+
+
+def test_the_summary_counts_what_one_measure_finds() -> None:
+    lines = cliffs.summary(line_of([300.0, 100.0, 150.0], over_floor=[1.4, 1.0, 2.1])).splitlines()
+    assert "0 of 3 points above 2 times a neighbour by time a score and over the floor" in lines
+    at = lines.index("1 of 3 points above 2 times a neighbour by time a score alone")
+    assert lines[at + 1].startswith("  1: the floor")
+    assert "1 of 3 points above 2 times a neighbour over the floor alone" in lines
+    assert lines[-1] == "0 of 3 points below the floor"
+    assert cliffs.summary(line_of([1.0], over_floor=[0.9])).endswith("1 of 1 points below the floor")
+
+
 def test_a_refusal_is_a_fault() -> None:
     points = line_of([100.0, None, 100.0])
     points[1].refusal = "no kernel"
@@ -94,18 +171,78 @@ def test_a_refusal_is_a_fault() -> None:
 # ---- what is swept ----
 
 
-def test_a_kind_names_the_shape_of_its_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *sizes, device, **how: made(*sizes, **how))
+EVERY_KIND = (*cliffs.KINDS, *cliffs.RARE_KINDS)
+
+
+def test_a_kind_names_the_shape_of_its_bias() -> None:
     sizes = dict(zip("bhqk", (5, 3, 7, 9)))
-    for kind in (*cliffs.KINDS, *cliffs.RARE_KINDS):
-        bias = cliffs.bias_of(kind, *sizes.values())
+    for kind in EVERY_KIND:
+        bias = cliffs.bias_of(kind, tuple(sizes.values()), "cpu")
         assert (bias is not None) == ("bias" in kind)
         if bias is not None:
             letters = kind.split("bias_")[1][:4]
             assert bias.shape == tuple(sizes.get(letter, 1) for letter in letters)
             assert bias.requires_grad == kind.endswith("_grad")
             assert bias.dtype == (torch.float32 if kind.startswith("fp32") else cliffs.dtype_of(kind))
+
+
+def floor_of(kind: str, direction: str, speeds: tuple[float, float]) -> float:
+    point = Point(64, 128, 2, 3, kind, direction, 1.0, None, None, 2 * 3 * 128 * 128)
+    return cliffs.floor_of(point, speeds)
+
+
+def test_the_floor_is_the_longer_of_bytes_and_products() -> None:
+    rows, product = 2.0 * 2 * 3 * 128 * 64, 2.0 * 2 * 3 * 128 * 128 * 64
+    for direction, tensors, products in (("fwd", 4, 2), ("bwd", 8, 5)):
+        assert floor_of("plain", direction, (10.0, 1e12)) == pytest.approx(tensors * rows / 10)
+        assert floor_of("plain", direction, (1e12, 10.0)) == pytest.approx(products * product / 10)
+    planted = Point(64, 128, 2, 3, "plain", "fwd", 8 * rows, None, None, 1.0)
+    (measured,) = cliffs.over_the_floor([planted], (1.0, 1e12))
+    assert measured.over_floor == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("kind, element", [("bias_1hqk", 2), ("fp32_bias_1hqk", 4), ("fp16_bias_1hqk", 2)])
+def test_the_floor_counts_a_bias_once_and_its_gradient_where_it_is_made(kind: str, element: int) -> None:
+    bias = element * 3 * 128 * 128
+    expected = {("fwd", ""): 1, ("fwd", "_grad"): 1, ("bwd", ""): 1, ("bwd", "_grad"): 2}
+    for (direction, ending), times in expected.items():
+        more = floor_of(kind + ending, direction, (1.0, 1e12)) - floor_of("plain", direction, (1.0, 1e12))
+        assert more == pytest.approx(times * bias), (direction, ending)
+
+
+def differ(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """By 0.03 of the norm; of 1 an element where a bias is the same for all keys, whose gradient is 0."""
+    norm = expected.numel() ** 0.5 if expected.shape[-1] == 1 else float(expected.float().norm())
+    return float((found.float() - expected.float()).norm()) > 0.03 * norm
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_every_kind_has_a_peer_that_computes_the_same(kind: str, device: str) -> None:
+    """Outputs and all gradients; where dropout differs their shapes."""
+    backend = SDPBackend.MATH if device == "cpu" else SDPBackend.EFFICIENT_ATTENTION
+    sizes = (2, 3, *cliffs.lengths_of(49, kind))
+    calls = cliffs.calls_of(32, sizes, kind, device, backend)
+    (ours, theirs), (grads, peer_grads) = (
+        [both[name]() for name in (cliffs.OURS, cliffs.PEER)] for both in (calls.forward, calls.backward)
+    )
+    pairs = [(ours, theirs.transpose(1, 2))]
+    pairs += [(found, one.transpose(1, 2)) for found, one in zip(grads[:3], peer_grads[:3], strict=True)]
+    pairs += list(zip(grads[3:], peer_grads[3:], strict=True))
+    assert len(pairs) == (5 if kind.endswith("grad") else 4)
+    for found, expected in pairs:
+        assert found.shape == expected.shape
+        assert kind == "dropout" or not differ(found, expected)
+
+
+def test_a_bias_that_is_the_same_for_all_keys_is_written_out() -> None:
+    for shape in ((2, 3, 5, 1), (1, 3, 5, 1), (1, 1, 5, 1), (1, 3, 5, 8), (2, 1, 1, 8)):
+        bias = torch.randn(shape, requires_grad=True)
+        with torch.no_grad():  # as in a forward, whose tensor a backward uses again
+            mask = cliffs.written_out(bias, (2, 3, 5, 8))
+        assert mask.stride(-1) == 1 and torch.equal(mask, bias.expand(2, 3, 5, 8))
+        (grad,) = torch.autograd.grad(mask.sum(), bias)
+        assert torch.equal(grad, torch.full(shape, mask.numel() / bias.numel()))
 
 
 def test_the_sweep_has_every_kind_and_one_head() -> None:
@@ -154,3 +291,31 @@ def test_a_sweep_goes_to_every_place() -> None:
     found = list(cliffs.places([64, 128], [16, 49], ["plain", "cross"]))
     assert len(found) == len(set(found)) == 12  # plain also with one head
     assert (128, 49, 1, "plain") in found and (64, 16, 12, "cross") in found
+
+
+def test_a_stored_file_is_judged_by_the_present_rules(tmp_path, capsys) -> None:
+    """Its times over the floor are made anew, and lines that it lacks are left open."""
+    points = [asdict(point) for point in line_of([100.0, 350.0])]
+    for point in points:
+        point["over_floor"] = 1.0
+        del point["tile"], point["peer_refusal"]
+    file = tmp_path / "cliffs.json"
+    file.write_text(json.dumps({"speeds": [1e9, 1e6], "points": points}))
+    assert cliffs.main(["--report", str(file)]) == 1
+    assert "1 of 2 points above 2 times a neighbour by time a score and over" in capsys.readouterr().out
+    points[1]["ours_us"] = 150.0
+    file.write_text(json.dumps({"speeds": [1e9, 1e6], "points": points}))
+    assert cliffs.main(["--report", str(file)]) == 0
+
+
+def test_documents_have_the_numbers_of_the_stored_sweep() -> None:
+    """All points, those with a peer, those above by both measures, and by the time a score alone."""
+    (file,) = (ROOT / "bench" / "results").glob("*/cliffs.json.gz")
+    points, text = cliffs.report(file)
+    assert len(points) == len(json.loads(stored_text(file))["points"]) and "points below the floor" in text
+    counts = [len(points), len(cliffs.with_peer(points))]
+    counts += [len(cliffs.cliffs(points, measure)) for measure in (cliffs.steepness, cliffs.by_score)]
+    for name, mark in (("docs/benchmarks.md", "| slow shapes"), ("bench/results/README.md", "| `cliffs` |")):
+        (line,) = (one for one in (ROOT / name).read_text(encoding="utf-8").splitlines() if mark in one)
+        numbers = re.findall(r"(?<!\w)[0-9]+(?!\w)", line)
+        assert [count for count in counts if count and str(count) not in numbers] == [], name

@@ -29,7 +29,7 @@ def same_as_here(call: thread_soak.Call, results: tuple[torch.Tensor, ...]) -> b
 
 def calls_that_run(name: str, target: Target) -> dict[str, thread_soak.Call]:
     if not has_kernels(FAMILIES[name], target.device, target.path):
-        pytest.skip("fp8 has kernels on Hopper only")
+        pytest.skip("fp8 and latents have kernels on Hopper only")
     return calls_of(FAMILIES[name], target.device, target.path)
 
 
@@ -155,10 +155,13 @@ def test_a_short_soak() -> None:
 
 def test_families_run_on_the_cpu() -> None:
     """The calls themselves are sound: small ones of each kind of option."""
-    others = {"pages": {"forward", "append"}, "fp8": {"quantise", "forward"}}
+    others = {"latents": {"forward"}, "pages": {"forward", "append"}, "fp8": {"quantise", "forward"}}
     for name in ("hd64", "packed", "mask", "blocks", "bias", "dropout", "packed tiles over pages",
-                 "softcap over pages", "fp8", "fp8, mixed"):  # fmt: skip
-        small = dataclasses.replace(FAMILIES[name], sizes=(1, 20, 24, 4, 2, 64))
+                 "softcap over pages", "packed tiles over pages of int8", "softcap over pages of e4m3",
+                 "latents over pages", "fp8", "fp8, mixed"):  # fmt: skip
+        family = FAMILIES[name]
+        heads_k, d = family.sizes[4:] if family.latents else (2, 64)
+        small = dataclasses.replace(family, sizes=(1, 20, 24, 4, heads_k, d))
         results, raised = in_new_threads(calls_of(small, "cpu", "cpu"))
         wanted = next((calls for what, calls in others.items() if what in name), {"forward", "backward"})
         assert not raised and set(results) == wanted, (name, raised)
@@ -172,8 +175,10 @@ def test_families_have_every_kernel_that_makes_tensor_maps(pretended_gpu: None) 
             for call in calls_of(family, "cpu").values():
                 call()
                 found |= {re.sub("_hd.*", "", one["kernel"]) for one in _C.last_launch()["launches"]}
-    kinds = ("", "_cached", "_packed", "_mod", "_fp8")
+    kinds = ("", "_cached", "_latent", "_mod", "_fp8")
+    kinds += ("_packed", "_packed_mod", "_packed_quantized", "_packed_quantized_mod")
     wanted = {f"fwd{kind}_sm90" for kind in kinds}
     wanted |= {"bwd_sm90", "bwd_q_sm90", "bwd_mod_sm90", "bwd_q_mod_sm90", "bwd_bias_sm90"}
-    wanted |= {"fwd_short_sm80", "bwd_short_sm80", "fwd_split_sm80", "fwd_split_cached_sm80"}
+    wanted |= {"fwd_short_sm80", "bwd_short_sm80", "fwd_split_sm80"}
+    wanted |= {"fwd_split_cached_sm80", "fwd_split_cached_mod_sm80", "fwd_split_quantized_sm80"}
     assert wanted - found == set()

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 import flash_ext
 from flash_ext import AuxRequest
 from flash_ext._ops.spec import AttnSpec, default_scale
 from tests.harness import Target, on_gpu_paths, on_paths
+from tests.many_keys import by_parts
 from tests.reference import attention_reference
 
 # Whole numbers: products and their sums are exact in fp32, so all errors are those of cap and softmax.
@@ -94,35 +94,14 @@ def test_a_million_keys(target: Target) -> None:
     assert float((out.float() - 1).abs().max()) <= 1e-3
 
 
-def by_parts(q: Tensor, k: Tensor, v: Tensor, exact: bool, part: int = 16_384) -> tuple[Tensor, Tensor]:
-    """out (rows, h, d) and lse (h, rows) of causal rows over one key head, in float64 or naively.
-
-    Naively: all in float32, but for weights, which are rounded to the type of v, and a rounded result. The
-    largest score is small enough to be left out.
-    """
-    wide = torch.float64 if exact else torch.float32
-    rows, heads, d = q.shape
-    queries = q.to(wide).transpose(0, 1)
-    out, total = torch.zeros(heads, rows, d, dtype=wide, device=q.device), 0.0
-    place = torch.arange(rows, device=q.device)[:, None] + k.shape[0] - rows
-    for at in range(0, k.shape[0], part):
-        keys, values = k[at : at + part].to(wide), v[at : at + part].to(wide)
-        weights = (queries @ keys.T / math.sqrt(d)).exp_()
-        key = torch.arange(at, at + keys.shape[0], device=q.device)
-        weights.masked_fill_(key > place, 0)
-        total = total + weights.sum(-1)
-        out += (weights if exact else weights.to(v.dtype).to(wide)) @ values
-    out = out.transpose(0, 1) / total.transpose(0, 1)[..., None]
-    return out if exact else out.to(v.dtype), total.log()
-
-
 @pytest.mark.slow
 @on_gpu_paths
-def test_a_million_keys_beside_a_naive_evaluation(target: Target) -> None:
+@pytest.mark.parametrize("keys", [2**20, 2**22])
+def test_millions_of_keys_beside_a_naive_evaluation(target: Target, keys: int) -> None:
     """Rows whose weights are alike, where a sum that loses bits moves all of out: whole keys, and parts."""
     torch.manual_seed(6)
-    rows, keys, heads, d = 256, 2**20, 8, 128
-    q, k, v = (torch.randn(n, h, d, device=target.device).bfloat16()
+    rows, heads, d = 256, 8, 128
+    q, k, v = (torch.randn(n, h, d, device=target.device, dtype=torch.bfloat16)
                for n, h in ((rows, heads), (keys, 1), (keys, 1)))  # fmt: skip
     truth, wanted = by_parts(q, k[:, 0], v[:, 0], exact=True)
     naive, _ = by_parts(q, k[:, 0], v[:, 0], exact=False)

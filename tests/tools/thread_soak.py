@@ -31,6 +31,8 @@ class Family:
     """One kind of call: batch, queries, keys, query and key heads, head_dim, and what else it asks for.
 
     page_size: keys are in pages of so many.
+    cache: type of keys in pages, where they have 8 bits.
+    latents: the values are the first columns of the keys, which are in pages.
     fp8: mode of an fp8 call, "fp8" or "mixed".
     """
 
@@ -38,6 +40,8 @@ class Family:
     head_dim_v: int | None = None
     packed: bool = False
     page_size: int = 0
+    cache: torch.dtype | None = None
+    latents: bool = False
     fp8: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     modifiers: tuple[str, ...] = ()
@@ -71,15 +75,23 @@ FAMILIES = {
     "packed tiles over pages": Family((2, 32, 1000, 8, 2, 128), page_size=16),
     "few queries over pages": Family((2, 1, 4096, 8, 2, 128), page_size=16),
     "softcap over pages": Family((2, 40, 500, 8, 2, 128), page_size=16, modifiers=("softcap",)),
+    "packed tiles over pages of int8": Family((2, 32, 1000, 8, 2, 128), page_size=16, cache=torch.int8),
+    "softcap over pages of e4m3": Family(
+        (2, 40, 500, 8, 2, 128), page_size=16, cache=torch.float8_e4m3fn, modifiers=("softcap",)
+    ),
+    "few queries over pages of e4m3": Family(
+        (2, 1, 4096, 8, 2, 128), page_size=16, cache=torch.float8_e4m3fn
+    ),
+    "latents over pages": Family((2, 1, 1000, 16, 1, 576), head_dim_v=512, page_size=64, latents=True),
     "fp8": Family((*DENSE, 128), fp8="fp8"),
     "fp8, mixed": Family((*DENSE, 64), fp8="mixed", options=(("causal", True),)),
 }
 
 
 def has_kernels(family: Family, device: str, backend: str | None = None) -> bool:
-    """Whether a device runs the family: fp8 has kernels on Hopper only, and none for other paths."""
+    """Whether a device runs the family: fp8 and latents have kernels on Hopper only, none for other paths."""
     on_cpu = torch.device(device).type == "cpu"
-    if not family.fp8 or on_cpu:
+    if on_cpu or not (family.fp8 or family.latents):
         return True
     return backend in (None, "sm90") and torch.cuda.get_device_capability(device)[0] == 9
 
@@ -112,7 +124,12 @@ def calls_of(family: Family, device: str, backend: str | None = None) -> dict[st
 
     Whatever they allocate is in torch's cache from then on.
     """
-    make = calls_over_pages if family.page_size else calls_in_fp8 if family.fp8 else calls_of_attention
+    make = (
+        calls_over_latents if family.latents
+        else calls_over_pages if family.page_size
+        else calls_in_fp8 if family.fp8
+        else calls_of_attention
+    )  # fmt: skip
     calls = make(family, device, backend)
     for call in (*calls.values(), *calls.values()):
         call()
@@ -147,13 +164,15 @@ def calls_of_attention(family: Family, device: str, backend: str | None) -> dict
 def calls_over_pages(family: Family, device: str, backend: str | None) -> dict[str, Call]:
     """The last page of a sequence is empty until the append, whose keys the forward does not see."""
     batch, rows, keys, heads, heads_k, d = family.sizes
-    pages = -(-keys // family.page_size) + 1
-    table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
-    shape = (batch * pages, family.page_size, heads_k, d)
+    table, lengths = pages_of(family, device)
+    shape = (table.numel(), family.page_size, heads_k, d)
     k, v = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
+    factors: dict[str, Tensor] = {}
+    if family.cache is not None:
+        k, v = ((40 * x).clamp(-127, 127).to(family.cache) for x in (k, v))
+        factors = {f"{name}_descale": torch.full((heads_k,), 1 / 40, device=device) for name in "kv"}
     q = torch.randn(batch * rows, heads, d, device=device).bfloat16()
     bounds = torch.arange(0, batch * rows + 1, rows, device=device, dtype=torch.int32)
-    lengths = torch.full((batch,), keys, device=device, dtype=torch.int32)
     new = [torch.randn(batch, heads_k, d, device=device).bfloat16() for _ in range(2)]
     slots = table[:, -1].long() * family.page_size
     options: dict[str, Any] = {**dict(family.options), **modifiers_of(family, device), "backend": backend}
@@ -161,15 +180,37 @@ def calls_over_pages(family: Family, device: str, backend: str | None) -> dict[s
     def forward() -> tuple[Tensor, ...]:
         out, (lse, _) = flash_ext.attention_varlen(
             q, k, v, bounds, None, causal=True, max_seqlen_q=rows, seqused_k=lengths, block_table=table,
-            return_aux=flash_ext.AuxRequest(lse=True), **options,
+            return_aux=flash_ext.AuxRequest(lse=True), **factors, **options,
         )  # fmt: skip
         return out, lse
 
     def append() -> tuple[Tensor, ...]:
-        flash_ext.serving.append_kv(*new, k, v, slots)
+        flash_ext.serving.append_kv(*new, k, v, slots, **factors)
         return k, v
 
     return {"forward": forward, "append": append}
+
+
+def pages_of(family: Family, device: str) -> tuple[Tensor, Tensor]:
+    """Numbers of pages in no order, one more for each sequence than its keys need, and lengths."""
+    batch, _, keys, *_ = family.sizes
+    pages = -(-keys // family.page_size) + 1
+    table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
+    return table, torch.full((batch,), keys, device=device, dtype=torch.int32)
+
+
+def calls_over_latents(family: Family, device: str, backend: str | None) -> dict[str, Call]:
+    """A decoding step as FlashMLA is called, which takes no ``backend``."""
+    batch, rows, _, heads, heads_k, d = family.sizes
+    table, lengths = pages_of(family, device)
+    k = torch.randn(table.numel(), family.page_size, heads_k, d, device=device).bfloat16()
+    q = torch.randn(batch, rows, heads, d, device=device).bfloat16()
+    columns = family.head_dim_v or d
+
+    def forward() -> tuple[Tensor, ...]:
+        return flash_ext.serving.flash_mla_with_kvcache(q, k, table, lengths, columns, causal=True)
+
+    return {"forward": forward}
 
 
 def calls_in_fp8(family: Family, device: str, backend: str | None) -> dict[str, Call]:

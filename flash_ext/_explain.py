@@ -14,6 +14,7 @@ from ._masks.biases import Bias
 from ._masks.value import Mask
 from ._ops import plan as plans
 from ._ops.arguments import Asked, modifiers_of
+from ._ops.calls import keep_call, packed_call, says_documents
 from ._ops.described import Described, described, described_over_cache
 from ._ops.dispatch import explain_options, explain_tensors, from_heads_first, operator_options
 from ._ops.dispatch_cached import check_values, modifiers_over_cache
@@ -157,7 +158,12 @@ def explain(
         places = (cu_seqlens_q, None if block_table is not None else cu_seqlens_k, seqused_k, block_table)
         call = _over_cache(q, k, v, places, (k_descale, v_descale), options, asked, is_on_cpu, bool(gpu))
     else:
+        packed = _as_packed(q, k, v, cu_seqlens_q, options, asked)
+        if packed is not None:
+            q, k, v, cu_seqlens_q, cu_seqlens_k, options, asked = packed
         call = _of_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, options, asked, bool(gpu))
+        if packed is not None:
+            call = call._replace(kind="dense, its documents as packed sequences")
     if wants_max and not call.forward.words:
         said = "no largest scores are asked for, without modifiers a matter of other kernels"
         call = call._replace(forward=call.forward._replace(assumed=[*call.forward.assumed, said]))
@@ -193,6 +199,19 @@ def explain(
         why = f"it can run the call, but row {forward['row']} is preferred (evidence {forward['evidence']})"
         why_not.setdefault("sm90", why)
     return Explanation(forward["backend"], {} if call.is_empty else forward, backward, why_not)
+
+
+def _as_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, options: tuple[Any, ...], asked: Asked
+) -> tuple[Any, ...] | None:
+    """A dense call that runs as one of packed sequences, its documents."""
+    if cu_seqlens_q is not None or asked.dropout_p or not says_documents(asked.mask):
+        return None
+    _C.check_fwd(q, k, v, None, None, *operator_options(q, *options))
+    causal, window = options[3:5]
+    own_window, mods = modifiers_of(q, k, None, asked, causal, window, None)
+    call = keep_call(q, k, None, None, asked, causal, window, own_window, mods)
+    return packed_call(call, q, k, v, mods, own_window, options, asked)
 
 
 def _of_tensors(

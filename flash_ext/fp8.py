@@ -12,9 +12,10 @@ from ._attention import AuxOutput, _wants
 from ._count import counting, tally
 from ._cpu import fp8
 from ._log import logged
+from ._masks.value import is_traced
 from ._merge import add_sinks
 from ._ops import fp8 as _operators  # noqa: F401  (registers the operators)
-from ._ops.dispatch import check_bounds, explain_options, is_traced
+from ._ops.dispatch import check_bounds, explain_options
 from ._ops.dispatch_cached import check_values
 from ._ops.spec import default_scale
 from ._ops.words import refuse_kind, refuse_unknown

@@ -24,6 +24,20 @@ bool is_plain_tensor(const Tensor& t) {
   return !t.key_set().has_any(kOthers);
 }
 
+// Rows of batch entries lie one behind the other.
+bool is_flat(const Tensor& t) { return t.dim() == 4 && (t.size(0) == 1 || t.stride(0) == t.size(1) * t.stride(1)); }
+
+// (batch, heads, rows) from (heads, total).
+Tensor dense_rows(const Tensor& t, int64_t batch) {
+  if (!t.defined() || t.numel() == 0) return t;
+  return t.unflatten(1, {batch, -1}).transpose(0, 1).contiguous();
+}
+
+bool has_no_bias(const CallArgs& a) { return !a.bias.has_value() && !a.slopes.has_value(); }
+
+// The other way.
+Tensor packed_rows(const Tensor& t) { return t.transpose(0, 1).flatten(1); }
+
 }  // namespace
 
 PreparedCall::PreparedCall(const Tensor& q, const Tensor& k, const CallArgs& args)
@@ -48,6 +62,24 @@ void PreparedCall::watch(const std::vector<Tensor>& sources) {
 void PreparedCall::bind_stream() {
   is_bound_ = device_.is_cuda();
   if (is_bound_) stream_ = stream_handle(device_);
+}
+
+void PreparedCall::set_borders(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k) {
+  borders_q_ = cu_seqlens_q, borders_k_ = cu_seqlens_k;
+}
+
+bool PreparedCall::packs(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p) const {
+  const OptionalTensor &bias = args_.bias, &slopes = args_.slopes;
+  const bool knows_distances = (!bias.has_value() || (bias->dim() == 3 && bias->size(0) == 1)) &&
+                               (!slopes.has_value() || slopes->dim() == 1) && missing_bias_dims_ == 0;
+  return borders_q_.has_value() && knows_distances && dropout_p == 0 && is_flat(q) && is_flat(k) && is_flat(v);
+}
+
+CallArgs PreparedCall::packed(const Tensor& q, const CallArgs& own) const {
+  CallArgs a = joined(q, own);
+  a.document_q = a.document_k = std::nullopt;
+  a.cu_seqlens_q = borders_q_, a.cu_seqlens_k = borders_k_;
+  return a;
 }
 
 bool PreparedCall::fits(const Tensor& q, const OptionalTensor& cu_seqlens_q) const {
@@ -91,23 +123,41 @@ CallArgs PreparedCall::joined(const Tensor& q, const CallArgs& own) const {
 std::optional<FwdModResult> PreparedCall::forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                                   const CallArgs& own) const {
   if (!fits_both(q, k, own)) return std::nullopt;
-  const CallArgs a = joined(q, own);
-  if (!is_plain_ || a.sinks.has_value() || a.softcap != 0 || a.dropout_p != 0 || a.want_row_max) {
-    return call_fwd_mod(q, k, v, a);
-  }
-  auto [out, lse] = call_fwd(q, k, v, a);
-  return FwdModResult{std::move(out), std::move(lse), Tensor()};
+  const auto run = [&](const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a, bool is_plain) {
+    if (!is_plain || a.sinks.has_value() || a.softcap != 0 || a.dropout_p != 0 || a.want_row_max) {
+      return call_fwd_mod(q, k, v, a);
+    }
+    auto [out, lse] = call_fwd(q, k, v, a);
+    return FwdModResult{std::move(out), std::move(lse), Tensor()};
+  };
+  if (!packs(q, k, v, own.dropout_p)) return run(q, k, v, joined(q, own), is_plain_);
+  const CallArgs a = packed(q, own);
+  const auto [out, lse, row_max] = run(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), a, has_no_bias(a));
+  return FwdModResult{out.unflatten(0, {batch_, rows_}), dense_rows(lse, batch_), dense_rows(row_max, batch_)};
 }
 
 std::optional<BwdResult> PreparedCall::backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                                 const Tensor& out, const Tensor& lse, const CallArgs& own) const {
   if (!fits_both(q, k, own)) return std::nullopt;
-  const CallArgs a = joined(q, own);
-  if (is_plain_ && !a.sinks.has_value() && a.softcap == 0 && a.dropout_p == 0) {
-    return call_bwd(dout, q, k, v, out, lse, a);
-  }
-  auto [dq, dk, dv, dbias, dslopes, dsinks] = call_bwd_mod(dout, q, k, v, out, lse, a);
-  return BwdResult{std::move(dq), std::move(dk), std::move(dv)};
+  const auto run = [](const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                      const Tensor& lse, const CallArgs& a, bool is_plain) {
+    if (is_plain && !a.sinks.has_value() && a.softcap == 0 && a.dropout_p == 0) {
+      return call_bwd(dout, q, k, v, out, lse, a);
+    }
+    auto [dq, dk, dv, dbias, dslopes, dsinks] = call_bwd_mod(dout, q, k, v, out, lse, a);
+    return BwdResult{std::move(dq), std::move(dk), std::move(dv)};
+  };
+  if (!packs(q, k, v, own.dropout_p)) return run(dout, q, k, v, out, lse, joined(q, own), is_plain_);
+  CallArgs a = packed(q, own);
+  const auto fits_rows = [&](const Tensor& t) { return t.sizes() == c10::IntArrayRef{batch_, heads_, rows_}; };
+  const bool fit = dout.dim() == 4 && out.dim() == 4 && dout.size(0) == batch_ && out.size(0) == batch_ &&
+                   fits_rows(lse) && (!a.dlse.has_value() || fits_rows(*a.dlse));
+  if (!fit) return std::nullopt;
+  if (a.dlse.has_value()) a.dlse = packed_rows(*a.dlse);
+  const auto [dq, dk, dv] = run(dout.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1),
+                                out.flatten(0, 1), packed_rows(lse), a, has_no_bias(a));
+  return BwdResult{dq.unflatten(0, {batch_, rows_}), dk.unflatten(0, {batch_, rows_}),
+                   dv.unflatten(0, {batch_, rows_})};
 }
 
 }  // namespace flash_ext

@@ -23,6 +23,13 @@ class PreparedCall {
   // Nothing but the window is asked for.
   void set_plain() { is_plain_ = true; }
 
+  // Where the documents of a mask that says nothing else begin and end, if they stand together: calls that may run as packed
+  // sequences do. `args` have the ids for the others.
+  void set_borders(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k);
+  // Whether a call runs so: its rows lie one behind the other, a bias knows distances alone, and nothing is dropped, since
+  // draws belong to rows and keys as they are.
+  bool packs(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p) const;
+
   // Whether the arguments are right for a call of these queries, whatever its keys are.
   bool fits(const Tensor& q, const OptionalTensor& cu_seqlens_q) const;
 
@@ -37,6 +44,7 @@ class PreparedCall {
     int64_t version;
   };
 
+  CallArgs packed(const Tensor& q, const CallArgs& own) const;
   bool fits_both(const Tensor& q, const Tensor& k, const CallArgs& own) const;
   // What was prepared, with what is the call's own: lengths, scale, sinks, softcap, dropout and flags.
   CallArgs joined(const Tensor& q, const CallArgs& own) const;
@@ -51,6 +59,7 @@ class PreparedCall {
   void* stream_ = nullptr;
   int64_t missing_bias_dims_ = 0;
   bool is_plain_ = false;
+  OptionalTensor borders_q_, borders_k_;
 };
 
 }  // namespace flash_ext

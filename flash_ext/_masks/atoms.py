@@ -146,6 +146,9 @@ class SinkTokens(Mask):
 class Documents(Mask):
     """Keys of the row's own document. Negative ids match nothing.
 
+    Where the tokens of each document stand together, dense calls with nothing beside it but ``Causal`` and
+    ``Window`` run as packed sequences, for which preparing the mask waits for the device (``docs/masks.md``).
+
     Args:
         ids: (batch, q_len) or (q_len,) integers below 2**31; packed (total_q,).
         ids_k: those of the keys, (batch, k_len) or (k_len,); packed (total_k,). None is ``ids``. Over a cache

@@ -529,6 +529,15 @@ def is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
+def is_traced() -> bool:
+    """Whether a compiler or a transform runs the call, whose tensors may have no numbers to look at."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
 def _parts(mask: Mask, join: type[_Join]) -> tuple[Mask, ...]:
     return mask.masks if isinstance(mask, join) else (mask,)
 

@@ -17,12 +17,12 @@ from torch.nn import Parameter
 
 from .._masks.biases import Bias
 from .._masks.operands import may_be_copied, sources_of_bias, with_aligned_rows
-from .._masks.value import Mask, Value, is_capturing
+from .._masks.value import Mask, Value, is_capturing, is_traced
 from .arguments import Asked, bound
 from .library import _C
 from .library_mod import modifier_arguments
 from .modifiers import Modifiers
-from .prepared import Prepared, kept_in
+from .prepared import Prepared, is_in_graphs, kept_in, marker_of_graphs
 
 _is_compiling = torch.compiler.is_compiling
 _in_functorch = torch._C._are_functorch_transforms_active
@@ -99,42 +99,42 @@ def keep_call(
     asked_window: Any,
     window: tuple[int, int],
     mods: Modifiers | None,
-) -> None:
-    """Keeps the call for its value, where that may stand for another one."""
+) -> _C.PreparedCall | None:
+    """The call, which its value keeps where that may stand for another one; None where it may not."""
     mask, bias = asked.mask, asked.bias
     holder = bias if mask is None else mask
-    if _is_compiling() or _in_functorch() or torch._C._len_torch_dispatch_stack():
-        return
+    if is_traced():
+        return None
     if not isinstance(holder, Value) or not (bias is None or isinstance(bias, Bias)):
-        return
+        return None
     if type(causal) is not bool or type(asked_window) is not tuple or type(q) not in (Tensor, Parameter):
-        return
+        return None
     is_plain = mods is None
     mods = mods or Modifiers()
     kept = None
     if isinstance(mask, Mask):
         kept = kept_in(mask)
         if kept is None or kept.versions() is None:
-            return
+            return None
     sources = list(kept.tensors) if kept is not None else []
     missing = 0
     if bias is not None:
         of_bias = sources_of_bias(bias, mods.bias, mods.slopes)
         if of_bias is None:
-            return
+            return None
         given, made_of = of_bias
         if (total := mods.bias) is not None:
             read, longest = total if given is None else given, max(q.shape[-3], k.shape[-3])
             if _copies_rows(q) and total.dim() == 4 and may_be_copied(read, longest, q.shape[-1]):
                 if is_capturing():
-                    return
+                    return None
                 mods = replace(mods, bias=with_aligned_rows(total))
                 made_of = made_of if given is None else [*made_of, given]
             else:
                 missing, mods = total.dim() - read.dim(), replace(mods, bias=read)
         sources += made_of
     if sources and q.is_cuda and is_capturing():
-        return
+        return None
     call = _C.prepared_call(
         q, k, cu_seqlens_q, cu_seqlens_k, 0, 0, 1.0, *window, *modifier_arguments(mods)
     )  # fmt: skip
@@ -144,8 +144,46 @@ def keep_call(
     call.set_missing_bias_dims(missing)
     if is_plain:
         call.set_plain()
+    if isinstance(mask, Mask) and kept is not None and cu_seqlens_q is None and not is_in_graphs(mask):
+        borders = kept.borders_of(mods)
+        if borders is not None:
+            call.set_borders(*borders)
+            call.watch([marker_of_graphs(mask)])
     partner = None if mask is None else bias
     _put(holder, (0 if mask is None else id(bias), causal, asked_window), (partner, call))
+    return call
+
+
+def packed_call(
+    call: _C.PreparedCall | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mods: Modifiers | None,
+    window: tuple[int, int],
+    options: tuple[Any, ...],
+    asked: Asked,
+) -> tuple[Any, ...] | None:
+    """What a dense call is as one of packed sequences, as the extension runs it where the call is kept.
+
+    Returns:
+        q, k, v, cu_seqlens_q, cu_seqlens_k, options and what else is asked for; None where it is none.
+    """
+    if call is None or mods is None or not call.packs(q, k, v, asked.dropout_p):
+        return None
+    fits = q.shape[:2] == k.shape[:2] == v.shape[:2]  # else it is refused in the words of a dense call
+    kept = kept_in(asked.mask) if isinstance(asked.mask, Mask) else None
+    borders = kept.borders_of(mods) if kept is not None and fits else None
+    if borders is None:
+        return None
+    of_packed = (*options[:3], False, window, *options[5:])
+    return *(t.flatten(0, 1) for t in (q, k, v)), *borders, of_packed, asked._replace(mask=None)
+
+
+def says_documents(mask: Any) -> bool:
+    """Whether a mask that keeps what it makes says documents alone."""
+    kept = kept_in(mask) if isinstance(mask, Mask) else None
+    return kept is not None and kept.is_of_documents
 
 
 _OVER_CACHE = "over a cache"  # in keys, beside 0 and the numbers of biases

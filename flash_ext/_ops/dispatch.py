@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from .._cpu.tiles import accumulator_dtype
 from .._masks.biases import ALiBi, DenseBias, terms_of
 from .._masks.relative_position import RelativePosition
-from .._masks.value import Value
+from .._masks.value import Value, is_traced
 from .arguments import (
     Asked,
     bias_value,
@@ -25,7 +25,8 @@ from .arguments import (
     dropout_rng,
     modifiers_of,
 )
-from .calls import keep_call, kept_call
+from .calls import keep_call, kept_call, packed_call, says_documents
+from .documents import dense_rows, packed_rows
 from .functorch import (
     ModifiedGradientFunction,
     apply_modified_under_transforms,
@@ -249,16 +250,13 @@ def run_modified_fwd(
         if kept is not None:
             if draws and asked.dropout_p > 0:
                 rng, draws = dropout_rng(q.device, generator), False
-            try:
-                found = kept.fwd(
-                    q, k, v, cu_seqlens_q, cu_seqlens_k, bound(options[0]), bound(options[1]), options[2],
-                    asked.sinks, asked.softcap, asked.dropout_p, rng, want_row_max, options[5], options[6],
-                    want_lse,
-                )  # fmt: skip
-            except (TypeError, ValueError, NotImplementedError):
-                found = None  # refused below, in the caller's words
+            found = _run_kept(
+                kept.fwd, q, k, v, cu_seqlens_q, cu_seqlens_k, bound(options[0]), bound(options[1]),
+                options[2], asked.sinks, asked.softcap, asked.dropout_p, rng, want_row_max, options[5],
+                options[6], want_lse,
+            )  # fmt: skip
             if found is not None:
-                return found
+                return found  # type: ignore[no-any-return]
     if not _is_compiling():
         _explain_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
         values = (value for value in (asked.mask, asked.bias) if isinstance(value, Value))
@@ -273,8 +271,14 @@ def run_modified_fwd(
         rng = _given_rng(q, rng, asked.dropout_p)
     *first, causal, asked_window, deterministic, backend = options
     window, mods = modifiers_of(q, k, cu_seqlens_q, asked, causal, asked_window, rng)
-    if out_dtype is None:
-        keep_call(q, k, cu_seqlens_q, cu_seqlens_k, asked, causal, asked_window, window, mods)
+    call = keep_call(q, k, cu_seqlens_q, cu_seqlens_k, asked, causal, asked_window, window, mods)
+    packed = packed_call(call, q, k, v, mods, window, options, asked)
+    if packed is not None:
+        out, lse, row_max = run_modified_fwd(
+            *packed, want_row_max=want_row_max, want_lse=want_lse, out_dtype=out_dtype
+        )
+        row_max = None if row_max is None else dense_rows(row_max, len(q))
+        return out.unflatten(0, q.shape[:2]), dense_rows(lse, len(q)), row_max
     options = (*first, False, window, deterministic, backend)
     if mods is None and not want_row_max:
         plain = run_fwd_as(out_dtype, q, k, v, cu_seqlens_q, cu_seqlens_k, *options, want_lse=want_lse)
@@ -282,13 +286,21 @@ def run_modified_fwd(
     *numbers, deterministic, backend = operator_options(q, *options)
     wide = out_dtype is not None and _is_wide("out_dtype", out_dtype, q)
     by_function = _in_functorch() and not wide and differentiates()
-    call = apply_modified_under_transforms if by_function else torch.ops.flash_ext.fwd_mod.default
+    run = apply_modified_under_transforms if by_function else torch.ops.flash_ext.fwd_mod.default
     flags = () if by_function else _flags(wide, want_lse)
-    result: tuple[Tensor, Tensor, Tensor] = call(
+    result: tuple[Tensor, Tensor, Tensor] = run(
         q, k, v, cu_seqlens_q, cu_seqlens_k, *numbers, *modifier_arguments(mods or Modifiers()), want_row_max,
         deterministic, backend, *flags,
     )  # fmt: skip
     return result
+
+
+def _run_kept(call: Callable[..., Any], *arguments: Any) -> Any:
+    """What a kept call gives; None where it does not serve, or refuses what is refused better later."""
+    try:
+        return call(*arguments)
+    except (TypeError, ValueError, NotImplementedError):
+        return None
 
 
 GRADIENTS = ("q", "k", "v", "bias", "slopes", "sinks")
@@ -314,16 +326,13 @@ def run_modified_bwd(
     if grad_dtype is None and needs == GRADIENTS[:3]:
         kept = kept_call(asked.mask, asked.bias, asked.softcap, asked.dropout_p, *options[2:5])
         if kept is not None:
-            try:
-                qkv = kept.bwd(
-                    dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, bound(options[0]),
-                    bound(options[1]), options[2], asked.sinks, asked.softcap, asked.dropout_p, rng,
-                    options[5], options[6],
-                )  # fmt: skip
-            except (TypeError, ValueError, NotImplementedError):
-                qkv = None  # refused below, in the caller's words
+            qkv = _run_kept(
+                kept.bwd, dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, bound(options[0]),
+                bound(options[1]), options[2], asked.sinks, asked.softcap, asked.dropout_p, rng, options[5],
+                options[6],
+            )  # fmt: skip
             if qkv is not None:
-                return qkv
+                return qkv  # type: ignore[no-any-return]
     if not _is_compiling():
         explain_tensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
         explain_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -332,7 +341,20 @@ def run_modified_bwd(
     _check_needs(needs, sources)
     rng = _given_rng(q, rng, asked.dropout_p)
     *first, causal, window, deterministic, backend = options
+    asked_window = window
     window, mods = modifiers_of(q, k, cu_seqlens_q, asked, causal, window, rng, keep_repeats=True)
+    if says_documents(asked.mask):
+        kept = keep_call(q, k, cu_seqlens_q, cu_seqlens_k, asked, causal, asked_window, window, mods)
+        packed = packed_call(kept, q, k, v, mods, window, options, asked)
+        if packed is not None and _fits_backward(q, v, dout, out, lse, dlse):
+            rows_q, rows_k, rows_v, cu_seqlens_q, cu_seqlens_k, options, asked = packed
+            found = run_modified_bwd(
+                dout.flatten(0, 1), rows_q, rows_k, rows_v, out.flatten(0, 1), packed_rows(lse),
+                None if dlse is None else packed_rows(dlse), cu_seqlens_q, cu_seqlens_k, options, asked, None,
+                needs, grad_dtype,
+            )  # fmt: skip
+            qkv = {*GRADIENTS[:3]}
+            return tuple(g.unflatten(0, q.shape[:2]) if n in qkv else g for n, g in zip(needs, found))
     options = (*first, False, window, deterministic, backend)
     tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
     if mods is None:
@@ -353,6 +375,12 @@ def run_modified_bwd(
         else:
             named[name] = named[name].reshape(source.shape).to(source.dtype)
     return tuple(named[name] for name in needs)
+
+
+def _fits_backward(q: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> bool:
+    """Whether these have the shapes of a dense call; others are refused further on, in its words."""
+    shape, rows = (*q.shape[:3], v.shape[-1]), (q.shape[0], q.shape[2], q.shape[1])
+    return dout.shape == out.shape == shape and lse.shape == rows and (dlse is None or dlse.shape == rows)
 
 
 def _sources_of_gradients(asked: Asked, q: Tensor) -> dict[str, Any]:
@@ -530,15 +558,6 @@ def explain_options(
             raise TypeError(f"{name} must be a bool, got {type(value).__qualname__}.")
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend must be a str or None, got {type(backend).__qualname__}.")
-
-
-def is_traced() -> bool:
-    """Whether a compiler or a transform runs the call, whose tensors may have no numbers to look at."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-    )
 
 
 def check_bounds(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Any) -> None:

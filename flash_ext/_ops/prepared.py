@@ -19,7 +19,8 @@ from .._masks.biases import Bias
 from .._masks.block_mask import BlockMask, with_leading
 from .._masks.lower import Terms, terms_for
 from .._masks.operands import four_dimensions, without_repeats
-from .._masks.value import Mask, Sizes, is_capturing, only_leaf
+from .._masks.value import Mask, Sizes, is_capturing, is_traced, only_leaf
+from .documents import Borders, borders_of, says_documents_alone
 from .modifiers import MASK_GROUP, Modifiers
 
 MOST_PREPARED = 8  # sizes of calls that one mask keeps what it made for
@@ -34,12 +35,14 @@ class Prepared(NamedTuple):
         mods: with the fields that masks have, their tensors condensed.
         is_plain: nothing but the window is asked for.
         sources: version counters of the mask's tensors when this was made; None where nobody keeps it.
+        borders: of a mask that says documents alone: where they begin, if they stand together.
     """
 
     window: tuple[int, int]
     mods: Modifiers
     is_plain: bool
     sources: list[int] | None = None
+    borders: Borders | None = None
 
 
 class Kept:
@@ -50,14 +53,19 @@ class Kept:
         made: what it made, by sizes, causal, window and place (device and stream, None without tensors). A
             leaf also has what the first expression with no other tensors made, without causal and window.
         in_graphs: those of ``made`` that a CUDA graph reads or writes, for as long as the mask lives.
+        is_of_documents: the mask says documents alone.
+        marker: see :func:`marker_of_graphs`.
     """
 
-    __slots__ = ("in_graphs", "made", "tensors")
+    __slots__ = ("in_graphs", "is_of_documents", "made", "marker", "tensors")
 
     def __init__(self, mask: Mask) -> None:
         self.tensors = tuple(mask._tensors())
         self.made: dict[tuple[Any, ...], Prepared] = {}
         self.in_graphs: list[Prepared] = []
+        self.is_of_documents = says_documents_alone(mask)
+        with torch.inference_mode(False):  # else nobody counts its versions
+            self.marker = torch.empty(0, device="cpu")
 
     def versions(self) -> list[int] | None:
         """Version counters; None for inference tensors, of which nobody counts the changes."""
@@ -90,29 +98,45 @@ class Kept:
                         old.copy_(new)
                 written |= {*map(id, held)}
                 if capturing:
-                    self.keep(found)
-            self.made[key] = found._replace(sources=versions)
+                    self.keep(mask, found)
+            self.made[key] = found._replace(sources=versions, borders=self.look(found.mods, sizes))
 
-    def keep(self, found: Prepared) -> None:
+    def keep(self, mask: Mask, found: Prepared) -> None:
         """For a graph that is being captured, also when ``made`` has no more room for it."""
+        marker_of_graphs(mask).zero_()
         if not any(found.mods is one.mods for one in self.in_graphs):
             self.in_graphs.append(found)
 
-    def like(self, key: tuple[Any, ...], versions: list[int]) -> Modifiers | None:
+    def like(self, key: tuple[Any, ...], versions: list[int]) -> Prepared | None:
         """What was made for the same sizes at the same place."""
         same = (key[0], *key[3:])
         for other, found in list(self.made.items()):
             if (other[0], *other[3:]) == same and found.sources == versions:
-                return found.mods
+                return found
         return None
+
+    def look(self, mods: Modifiers, sizes: Sizes) -> Borders | None:
+        """Where documents begin, which is read back; not in a capture, whose replays may change it."""
+        ids = mods.document_q
+        if not self.is_of_documents or ids is None or sizes.packed or sizes.cached or is_traced():
+            return None
+        if type(ids) is not Tensor or ids.is_meta or (ids.is_cuda and is_capturing()):
+            return None
+        return borders_of(ids[:, : sizes.q_len])
 
     def put(self, key: tuple[Any, ...], found: Prepared) -> None:
         while len(self.made) >= MOST_PREPARED:
             self.made.pop(next(iter(self.made)), None)
         self.made[key] = found
 
+    def borders_of(self, mods: Modifiers) -> Borders | None:
+        """Those found for what was made."""
+        found = (one.borders for one in self.made.values() if one.mods.document_q is mods.document_q)
+        return next(filter(None, found), None)
+
 
 _NOTHING = Modifiers()
+_NO_MARKER = torch.empty(0, device="cpu")
 
 
 def prepared(mask: Mask | None, q: Tensor, sizes: Sizes, causal: bool, window: tuple[int, int]) -> Prepared:
@@ -150,8 +174,11 @@ def prepared(mask: Mask | None, q: Tensor, sizes: Sizes, causal: bool, window: t
         if shared is not None and (of_leaf := shared.versions()) is not None:
             like = shared.like(key, of_leaf)
         with torch.inference_mode(False), torch.no_grad():  # other calls may save it for a backward
-            found = _made(mask, q.device, sizes, causal, window, like)
-        found = found._replace(sources=versions)
+            found = _made(mask, q.device, sizes, causal, window, None if like is None else like.mods)
+            borders = None if like is None else like.borders
+            if borders is None or not kept.is_of_documents:
+                borders = kept.look(found.mods, sizes)
+        found = found._replace(sources=versions, borders=borders)
         kept.put(key, found)
         if shared is not None and like is None and of_leaf is not None:
             shared.put((sizes, None, None, *key[3:]), found._replace(sources=of_leaf))
@@ -170,6 +197,18 @@ def kept_in(mask: Mask) -> Kept | None:
     return kept
 
 
+def marker_of_graphs(mask: Mask) -> Tensor:
+    """A tensor that is written when a CUDA graph takes what the mask, or its leaf, has made."""
+    leaf = only_leaf(mask)
+    kept = kept_in(mask if leaf is None else leaf)
+    return _NO_MARKER if kept is None else kept.marker
+
+
+def is_in_graphs(mask: Mask) -> bool:
+    """Whether replays of a graph may change what the mask is, which no version counter tells."""
+    return marker_of_graphs(mask)._version > 0
+
+
 def forget_calls(mask: Mask) -> None:
     """Drops the mask's calls (:func:`flash_ext._ops.dispatch.keep_call`), which hold what was made before."""
     calls = getattr(mask, "_calls", None)
@@ -181,7 +220,7 @@ def _for_graph(mask: Mask, kept: Kept, key: tuple[Any, ...], versions: list[int]
     """What was made before the capture, on whichever stream: the capture waits for all of them."""
     for (*found_key, _), found in list(kept.made.items())[::-1]:
         if (*found_key,) == key and found.sources == versions:
-            kept.keep(found)
+            kept.keep(mask, found)
             return found
     sizes = key[0]
     lengths = f"{sizes.q_len} rows and {sizes.k_len} keys"

@@ -1,0 +1,316 @@
+"""Dense calls whose mask says documents alone run as packed sequences where documents stand together."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import flash_ext
+from flash_ext import AuxRequest, masks
+from flash_ext._ops import documents, prepared
+from flash_ext._ops.documents import LEAST_ROWS, borders_of
+
+ROWS, HEADS = 320, 4
+GROWING = torch.cat([torch.full((n,), i) for i, n in enumerate((70, 130, 1, 119))])
+OTHERS = torch.cat([torch.full((n,), i) for i, n in ((9, 150), (-1, 40), (3, 100), (-7, 30))])
+BATCH = torch.stack([GROWING, OTHERS])
+cpu = pytest.mark.everywhere
+
+
+def qkv(head_dim: int = 16, heads_k: int = HEADS, **like: Any) -> tuple[Tensor, ...]:
+    make = torch.Generator().manual_seed(1)
+    shapes = [(2, ROWS, heads, head_dim) for heads in (HEADS, heads_k, heads_k)]
+    return tuple(torch.randn(shape, generator=make).to(**like).requires_grad_() for shape in shapes)
+
+
+def runs_packed(mask: masks.Mask, *tensors: Tensor, dropout_p: float = 0.0) -> bool:
+    """Whether calls that the mask keeps run so; it must keep one."""
+    ((_, call),) = mask._calls.values()
+    return call.packs(*tensors, dropout_p)
+
+
+def by_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared.Kept, "look", lambda *_: None)
+
+
+# ---- borders -------------------------------------------------------------------------------------------
+
+
+@cpu
+def test_borders_of_documents_that_stand_together() -> None:
+    found = borders_of(BATCH.int())
+    assert found is not None and found.cu_seqlens_q.dtype == torch.int32
+    # Rows of no document have no keys, and a sequence of no rows has theirs.
+    assert found.cu_seqlens_q.tolist() == [0, 70, 200, 201, 320, 470, 510, 510, 610, 640, 640]
+    assert found.cu_seqlens_k.tolist() == [0, 70, 200, 201, 320, 470, 470, 510, 610, 610, 640]
+    same = borders_of(GROWING[None].int())
+    assert same is not None and same.cu_seqlens_q is same.cu_seqlens_k
+    # The same id in two batch entries names two documents.
+    assert borders_of(torch.zeros(3, 64, dtype=torch.int32)).cu_seqlens_q.tolist() == [0, 64, 128, 192]
+
+
+@cpu
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.cat([GROWING, GROWING[:70]]),
+        torch.cat([GROWING, torch.full((50,), -1), torch.full((50,), 3)]),
+        torch.arange(640) // (LEAST_ROWS - 1),
+        torch.zeros(LEAST_ROWS - 1),
+        torch.zeros(0),
+    ],
+    ids=["apart", "apart beside none", "short", "few rows", "no rows"],
+)
+def test_ids_without_borders(ids: Tensor) -> None:
+    assert borders_of(ids[None].int()) is None
+
+
+@cpu
+def test_which_masks_say_documents_alone() -> None:
+    own = masks.Documents(BATCH)
+    for mask in (own, masks.DocumentCausal(BATCH), own & masks.Window(5, 5) & masks.Causal()):
+        assert documents.says_documents_alone(mask)
+    keys = masks.KeyMask(torch.ones(ROWS) > 0)
+    band = masks.Causal() & (masks.Window(5, -1) | masks.SinkTokens(2))
+    for mask in (
+        masks.Causal(),
+        keys & own,
+        own & masks.Chunks(64),
+        own & band,
+        masks.Documents(BATCH, BATCH.clone()),
+    ):
+        assert not documents.says_documents_alone(mask)
+
+
+# ---- results -------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (40, 3)},
+    "softcap": {"softcap": 5.0, "causal": True},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "ALiBi": {"bias": masks.ALiBi(torch.tensor([0.5, 0.25, 0.1, 0.01]))},
+    "distances": {"bias": masks.RelativePosition(torch.linspace(-1, 1, HEADS * 8).reshape(HEADS, 8))},
+    "scale": {"scale": -0.3, "deterministic": True},
+}
+
+
+def everything(mask: masks.Mask, tensors: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
+    """out, lse and maxima of attention() with its gradients, and what the functional pair gives."""
+    out, aux = flash_ext.attention(*tensors, mask=mask, return_aux=AuxRequest(True, True), **options)
+    assert out.is_contiguous() and aux.lse.is_contiguous() and aux.max_scores.is_contiguous()
+    factors = torch.linspace(-1, 1, out.numel(), device=out.device).reshape(out.shape).to(out.dtype)
+    seen = aux.lse.isfinite()
+    found = [out, aux.lse, aux.max_scores]
+    found += torch.autograd.grad((out, aux.lse), tensors, (factors, seen.to(aux.lse.dtype)))
+    with torch.no_grad():
+        assert torch.equal(flash_ext.attention(*tensors, mask=mask, **options), out)
+        pair = flash_ext.forward(*tensors, mask=mask, **options)
+        assert all(map(torch.equal, pair, found))
+        options.pop("needs", None)
+        grads = flash_ext.backward(
+            factors, *tensors, *pair, dlse=seen.to(aux.lse.dtype), mask=mask, **options
+        )
+        # A mask of its own has not seen a forward.
+        fresh = flash_ext.backward(
+            factors, *tensors, *pair, dlse=seen.to(aux.lse.dtype), mask=copy.deepcopy(mask), **options
+        )
+    if options.get("deterministic") or not out.is_cuda:
+        assert all(map(torch.equal, grads, fresh))
+    return [*found, *grads]
+
+
+@cpu
+@pytest.mark.parametrize("heads_k", [HEADS, 1])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_results_are_those_of_ids(name: str, heads_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, mask = qkv(heads_k=heads_k, dtype=torch.float64), masks.Documents(BATCH)
+    got = everything(mask, tensors, **OPTIONS[name])
+    assert runs_packed(mask, *tensors)
+    by_ids(monkeypatch)
+    mask = masks.Documents(BATCH)
+    want = everything(mask, tensors, **OPTIONS[name])
+    assert not runs_packed(mask, *tensors)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@cpu
+def test_what_packed_sequences_are_not_runs_by_ids() -> None:
+    tensors = qkv()
+    heads_first = tuple(t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in tensors)
+    slopes = masks.ALiBi(torch.rand(2, HEADS))
+    for given, options in (
+        (heads_first, {}),
+        (tensors, {"bias": slopes}),
+        (tensors, {"bias": torch.zeros(ROWS, ROWS)}),
+        (tensors, {"dropout_p": 0.5}),
+    ):
+        mask = masks.Documents(BATCH)
+        flash_ext.attention(*given, mask=mask, **options)
+        if not isinstance(options.get("bias"), Tensor):
+            assert not runs_packed(mask, *given, dropout_p=options.get("dropout_p", 0.0))
+        flash_ext.attention(*tensors, mask=mask)  # the same mask, where it may
+        call = mask._calls[id(None), False, (-1, -1)][1]
+        assert call.packs(*tensors, 0.0)
+
+
+@cpu
+def test_a_changed_id_is_seen() -> None:
+    tensors, ids = qkv(), BATCH.clone()
+    mask = masks.Documents(ids)
+    flash_ext.attention(*tensors, mask=mask)
+    for change in (lambda: ids[0].fill_(4), lambda: ids[0, :5].fill_(9), lambda: ids[0, -5:].fill_(9)):
+        change()
+        for used in (mask, mask & masks.Causal()):
+            got = flash_ext.attention(*tensors, mask=used)
+            assert torch.equal(got, flash_ext.attention(*tensors, mask=copy.deepcopy(used)))
+    assert not mask._calls[id(None), False, (-1, -1)][1].packs(*tensors, 0.0)  # 9 stands apart
+    ids.copy_(BATCH)
+    mask.refresh()
+    got = flash_ext.attention(*tensors, mask=mask)
+    assert torch.equal(got, flash_ext.attention(*tensors, mask=masks.Documents(BATCH)))
+    assert mask._calls[id(None), False, (-1, -1)][1].packs(*tensors, 0.0)
+
+
+@cpu
+def test_layers_and_windows_look_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Tensor] = []
+    monkeypatch.setattr(prepared, "borders_of", lambda ids: looks.append(ids) or borders_of(ids))
+    tensors, own = qkv(), masks.Documents(BATCH)
+    for mask in (own, own, own & masks.Causal(), own & masks.Window(30, 0)):
+        flash_ext.attention(*tensors, mask=mask)
+        flash_ext.attention(*tensors, mask=mask, causal=True)
+    assert len(looks) == 1
+
+
+@cpu
+def test_what_a_graph_reads_runs_by_ids_from_then_on() -> None:
+    """Replays may change ids, and no version counter tells."""
+    tensors, own = qkv(), masks.Documents(BATCH)
+    causal, other = own & masks.Causal(), own & masks.Window(9, -1)
+    for mask in (causal, other):
+        flash_ext.attention(*tensors, mask=mask)
+        assert runs_packed(mask, *tensors)
+    kept = prepared.kept_in(causal)
+    ((*key, _),) = kept.made
+    prepared._for_graph(causal, kept, tuple(key), kept.versions())
+    for mask in (causal, other, own & masks.Window(3, 3)):
+        flash_ext.attention(*tensors, mask=mask)
+        assert not runs_packed(mask, *tensors)
+
+
+@cpu
+def test_compilers_transforms_and_modes_take_ids() -> None:
+    tensors, mask = tuple(t.detach() for t in qkv()), masks.Documents(BATCH)
+    want = flash_ext.attention(*tensors, mask=mask)
+    compiled = torch.compile(lambda *t: flash_ext.attention(*t, mask=mask), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), want)
+    mapped = torch.vmap(lambda *t: flash_ext.attention(*t, mask=mask))(*(t[None] for t in tensors))
+    torch.testing.assert_close(mapped[0], want)
+    with FlopCounterMode(display=False) as counter:
+        flash_ext.attention(*tensors, mask=mask)
+    assert counter.get_total_flops() == 4 * 2 * HEADS * ROWS * ROWS * 16
+
+
+@cpu
+def test_explain_says_so() -> None:
+    q, k, v = (t.detach().bfloat16() for t in qkv(head_dim=64))
+    said = flash_ext.explain(q, k, v, mask=masks.DocumentCausal(BATCH), gpu="9.0/132")
+    assert said.forward["call"] == "dense, its documents as packed sequences" == said.backward["call"]
+    cu_seqlens = borders_of(BATCH.int())
+    packed = flash_ext.explain(*(t.flatten(0, 1) for t in (q, k, v)), *cu_seqlens, causal=True, gpu="9.0/132")
+    assert said.forward["launches"] == packed.forward["launches"]
+    assert said.backward["launches"] == packed.backward["launches"]
+    heads_first = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    said = flash_ext.explain(*heads_first, layout="bhsd", mask=masks.DocumentCausal(BATCH), gpu="9.0/132")
+    assert said.forward["call"] == "dense documents"
+
+
+@cpu
+def test_wrong_arguments_are_refused_in_the_words_of_a_dense_call() -> None:
+    (q, k, v), mask = (t.detach() for t in qkv()), masks.Documents(BATCH)
+    with pytest.raises(ValueError, match=r"\(batch, seqlen, num_heads, head_dim\)"):
+        flash_ext.attention(q[0], k[0], v[0], mask=mask)
+    for _ in range(2):
+        with pytest.raises((ValueError, TypeError), match="head_dim"):
+            flash_ext.attention(q, k[..., :8], v, mask=mask)
+        out, lse = flash_ext.forward(q, k, v, mask=mask)
+        with pytest.raises(ValueError, match=r"lse must have shape \[2, 4, 320\]"):
+            flash_ext.backward(out, q, k, v, out, lse[:, :2], mask=mask)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [None, "sm80"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_results_on_a_gpu(name: str, backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {key: move(value) for key, value in OPTIONS[name].items()} | {"backend": backend}
+    for head_dim, heads_k in ((64, HEADS), (128, 1)):
+        tensors = qkv(head_dim, heads_k, device="cuda", dtype=torch.bfloat16)
+        mask = masks.Documents(BATCH.cuda())
+        got = everything(mask, tensors, **options)
+        assert runs_packed(mask, *tensors)
+        with pytest.MonkeyPatch.context() as patch:
+            by_ids(patch)
+            want = everything(masks.Documents(BATCH.cuda()), tensors, **options)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a.isfinite(), b.isfinite())
+            error = (a.float() - b.float()).nan_to_num().abs().max() / b.float().nan_to_num().abs().max()
+            assert error < 0.02
+
+
+def move(value: Any) -> Any:
+    return value.to("cuda") if isinstance(value, (Tensor, masks.Bias)) else value
+
+
+@pytest.mark.gpu
+@pytest.mark.caching
+def test_a_graph_takes_ids_and_follows_them() -> None:
+    tensors = tuple(t.detach() for t in qkv(64, device="cuda", dtype=torch.bfloat16))
+    first, second = BATCH.cuda(), (torch.arange(ROWS, device="cuda") // 80).expand(2, ROWS).contiguous()
+    ids = first.clone()
+    mask = masks.Documents(ids)
+    want = {
+        name: flash_ext.attention(*tensors, mask=masks.Documents(t))
+        for name, t in (("1", first), ("2", second))
+    }
+    flash_ext.attention(*tensors, mask=mask)
+    assert runs_packed(mask, *tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mask.refresh()
+        captured = flash_ext.attention(*tensors, mask=mask)
+    for ids_now, name in ((second, "2"), (first, "1")):
+        ids.copy_(ids_now)
+        graph.replay()
+        torch.testing.assert_close(captured, want[name], rtol=0.02, atol=0.02)
+        torch.testing.assert_close(flash_ext.attention(*tensors, mask=mask), want[name], rtol=0.02, atol=0.02)
+    assert not runs_packed(mask, *tensors)
+
+
+@pytest.mark.gpu
+def test_only_the_first_call_waits() -> None:
+    tensors = qkv(64, device="cuda", dtype=torch.bfloat16)
+    mask = masks.Documents(BATCH.cuda())
+
+    def step() -> None:
+        flash_ext.attention(*tensors, mask=mask).square().mean().backward()
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            flash_ext.attention(*tensors, mask=masks.Documents(mask.ids))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

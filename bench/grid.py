@@ -134,7 +134,8 @@ def inputs(shape: Shape, device: str) -> tuple[list[Tensor], dict]:
         share = (torch.arange(shape.batch, device=device)[:, None] * 2 + 1) / (2 * shape.batch)
         options["mask"] = masks.KeyMask(place < 1 + share * shape.seqlen_k)
     elif shape.kind == "documents":  # eight, whose ends do not lie on those of tiles
-        options["mask"] = masks.Documents((place // max(7, shape.seqlen_k // 8 - 3)).int())
+        ids = (place // max(7, shape.seqlen_k // 8 - 3)).int()
+        options["mask"] = masks.Documents(ids, ids)  # ids of keys given apart are compared, in any call
     elif shape.kind == "slopes":
         options["bias"] = masks.ALiBi(torch.rand(shape.num_heads, device=device))
     elif shape.kind == "bias":

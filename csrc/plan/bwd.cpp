@@ -199,7 +199,7 @@ bool prefers_fused_mod(Req r, Dev d) {
   return !gains || d.batch_invariant || !supports_split_mod(r, d);
 }
 bool has_hopper_dbias(Req r, Dev d, Arch arch) {
-  return arch == Arch::kSm90 && r.dbias != nullptr && tma_bwd_mod(r, d) && !is_wide(r) &&
+  return arch == Arch::kSm90 && r.dbias != nullptr && tma_bwd_mod(r, d) &&
          sm90::is_bias_gradient_taken(r.problem, *r.modifiers, *r.dbias);
 }
 
@@ -272,7 +272,7 @@ void push_other_gradients(Req r, Dev d, Plan& p, bool dbias80, DqMode dq) {
   if (r.dslopes != nullptr) push_dbias80(r, d, p, dslopes_of(r, d, p), kSlopes);
 }
 void push_hopper_dbias(Req r, Dev d, Plan& p) {
-  const int size = sm90::bwd_mod_size(r.problem);
+  const int size = sm90::dbias_size(r.problem);
   constexpr int kBlock = sm90::BwdBiasTile::kBlock;
   const bool staged = r.modifiers->bias.staged;
   p.push(main_of(KernelId::kDbias90, size, size, kBlock, kBlock, 0, sm90::BwdBiasTile::kThreads,

@@ -69,7 +69,7 @@ def test_gradients_of_a_shared_bias_beside_masks(target: Target) -> None:
     for index, mods in enumerate(itertools.product(biases, hidden)):
         common = {"dtype": ("bf16", "fp16")[index // 2 % 2], "causal": index % 3 == 0, "seed": index,
                   "deterministic": index % 2 == 1, "mods": mods}  # fmt: skip
-        for head_dim in (32, 64, 128):
+        for head_dim in (32, 64, 128, (192, 136, 256)[index % 3]):
             needs = ("mods",) if head_dim == 32 else ("qkv", "mods")
             cases.append(dense(*next(shapes), 4, 2, head_dim, needs=needs, **common))
     run_cases(cases, target)

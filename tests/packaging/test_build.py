@@ -73,6 +73,7 @@ HOPPER_BWD_WIDE_MOD_HEAD_DIMS = (64, 128, 192, 256)  # up to 128 in a fixed orde
 WIDE_SCORE_KINDS = (0, 1, 3, 5)  # hidden, added, capped, dropped with or without what is added
 PLAIN_SCORES = 6  # the kind of those kernels without modifiers
 HOPPER_BWD_BIAS = ("bwd_bias_sm90_kernel",)
+HOPPER_BWD_BIAS_HEAD_DIMS = (64, 128, 256)
 HOPPER_BWD = ("bwd_sm90_kernel",)
 # Added in any order, in a fixed one, stored by one warpgroup, added in any by CTAs that share blocks; 2, not
 # at all, for few rows; 3, stored by two warpgroups, for few keys.
@@ -250,7 +251,7 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         *itertools.product(HOPPER_BWD_MOD, DTYPES, WIDE_TILES_HEAD_DIMS, HOPPER_BWD_MOD_WIDE_KINDS),
     ]
     # Once for a bias that TMA brings, once for others.
-    hopper_bwd_bias = itertools.product(2 * HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, (None,))
+    hopper_bwd_bias = itertools.product(2 * HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_BIAS_HEAD_DIMS, (None,))
     split = itertools.product(2 * (SPLIT + CACHED_SPLIT), DTYPES, SPLIT_HEAD_DIMS, (None,))
     quantized = itertools.product(2 * QUANTIZED, CACHE_TYPES, SPLIT_HEAD_DIMS, (None,))
     fp8_passes = [

@@ -200,6 +200,10 @@ def sanitizer_modifier_cases() -> list[Case]:
         # Sums over rows beside dK, in parts for batch entries; a bias of rows, which leaves with lse.
         found.append(case.replace(mods=("bias_1h1k", "padding")))
         found.append(case.replace(mods=("bias_bhq1_f32", "padding")))
+    # A gradient of a bias above head_dim 128, in two halves: a bias that TMA brings, one that it cannot.
+    for head_dim, bias in ((256, "bias_1hqk"), (136, "bias_11qk_f32")):
+        case = Case(batch=2, seqlen_q=131, seqlen_k=150, num_heads=2, num_heads_k=1, head_dim=head_dim)
+        found.append(case.replace(mods=(bias, "padding"), causal=head_dim == 256))
     # Few queries of many keys, which are split.
     for rows, head_dim in ((1, 64), (20, 128), (3, 256)):
         case = Case(batch=1, seqlen_q=rows, seqlen_k=3000, num_heads=4, num_heads_k=2, head_dim=head_dim)

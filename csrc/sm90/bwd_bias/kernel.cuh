@@ -6,11 +6,11 @@
 //   dbias = sum of P * (dO V^T - delta)
 //
 // A step is one batch entry and head: S = Q K^T and dP = dO V^T of 128 queries and 128 keys, 64 queries a warpgroup.
-// Operands pass through a ring of pairs (Q with K, dO with V). A tile of the bias stays for all steps of its tile of the
+// Operands pass through a ring of pairs (Q with K, dO with V), in two halves above head_dim 128. A tile of the bias stays for all steps of its tile of the
 // result: one of 16 bits that TMA can read comes and leaves as it does, others are read by those who need them.
 //
 // Shared memory, 128-byte swizzled tiles:
-//   pairs  [kPairs][2][128 rows]
+//   pairs  [kPairs][2][128 rows][up to 128 columns]
 //   bias   [2][128 queries][64 keys], or [128][128] in fp32 (common/own_bias.cuh)
 //   barriers
 #pragma once
@@ -45,9 +45,12 @@ struct BwdBiasTraits {
   static constexpr bool kOwn = kOwnsBias;
   static constexpr BwdBiasTile kTile = bwd_bias_tile(D, kOwnsBias);
   static constexpr int kHeadDim = D, kBlock = kTile.kBlock, kThreads = kTile.kThreads;
-  static constexpr int kChunks = chunks_of(D), kConsumerWarps = 8;
+  // Columns of a pair. Where there are halves, the ring has no room for S and dP: S is made before the pairs of dP come.
+  static constexpr int kColumns = BwdBiasTile::columns(D), kHalves = D / kColumns;
+  static constexpr int kChunks = chunks_of(kColumns), kConsumerWarps = 8;
   static constexpr int kConsumerRegs = 240, kProducerRegs = 24;
-  static constexpr int kOperandBytes = tile_bytes(kBlock, D), kPairBytes = 2 * kOperandBytes, kPairs = kTile.pairs;
+  static constexpr int kOperandBytes = tile_bytes(kBlock, kColumns), kPairBytes = 2 * kOperandBytes,
+                       kPairs = kTile.pairs;
   using Own = OwnBias<256, kBlock / 8>;
   static constexpr int kBiasAt = kPairs * kPairBytes, kBiasChunkBytes = kBlock * 128;
   static constexpr int kBiasBytes = kTile.bias_bytes();
@@ -141,11 +144,15 @@ __device__ __forceinline__ void load_bias_steps(const BwdBiasArgs& a, const BwdB
       const RowCoordinates queries{tile.m * T::kBlock, b, 0}, keys{tile.n * T::kBlock, b, 0};
       const auto load = [&](const CUtensorMap& of_rows, const Steps& row_steps, const CUtensorMap& of_keys,
                             const Steps& key_steps) {
-        wait(bars.pair_empty(ring.stage), ring.phase);
-        const uint32_t to = smem + ring.stage * T::kPairBytes, full = bars.pair_full(ring.stage);
-        copy_tile<T::kChunks, T::kBlock>(of_rows, row_steps, to, full, queries, h);
-        copy_tile<T::kChunks, T::kBlock>(of_keys, key_steps, to + T::kOperandBytes, full, keys, h / shared);
-        ring.advance();
+#pragma unroll
+        for (int half = 0; half < T::kHalves; ++half) {
+          const int column = half * T::kColumns;
+          wait(bars.pair_empty(ring.stage), ring.phase);
+          const uint32_t to = smem + ring.stage * T::kPairBytes, full = bars.pair_full(ring.stage);
+          copy_tile<T::kChunks, T::kBlock>(of_rows, row_steps, to, full, queries, h, column);
+          copy_tile<T::kChunks, T::kBlock>(of_keys, key_steps, to + T::kOperandBytes, full, keys, h / shared, column);
+          ring.advance();
+        }
       };
       load(maps.plain.q, a.q, maps.plain.k, a.k);
       load(maps.plain.dout, a.dout, maps.plain.v, a.v);
@@ -295,7 +302,7 @@ template <typename T>
 __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_t smem, BwdBiasBarriers<T> bars,
                                                    int group) {
   using E = typename T::Element;
-  constexpr int D = T::kHeadDim, kBlock = T::kBlock;
+  constexpr int kBlock = T::kBlock;
   const Problem& p = a.p.problem;
   const int warp = (threadIdx.x / 32) % 4, warp_row = group * 64 + warp * 16;
   const uint32_t place = smem + T::kBiasAt + warp_row * 128;
@@ -345,28 +352,39 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
       }
       float s[64], dp[64];
       const auto issue = [&](float (&to)[64]) {
-        wait(bars.pair_full(ring.stage), ring.phase);
-        const uint32_t rows = smem + ring.stage * T::kPairBytes + group * 64 * 128;
-        const uint32_t keys = smem + ring.stage * T::kPairBytes + T::kOperandBytes;
         ptx::warpgroup_fence_operand(to);
-        ptx::wgmma_fence();
-        issue_products<E, D, kBlock, kBlock, false>(to, uniform(descriptor_low(rows, 16)),
-                                                    uniform(descriptor_low(keys, 16)));
+        for_steps<0, T::kHalves>([&](auto half) {
+          wait(bars.pair_full(ring.stage), ring.phase);
+          const uint32_t rows = smem + ring.stage * T::kPairBytes + group * 64 * 128;
+          const uint32_t keys = smem + ring.stage * T::kPairBytes + T::kOperandBytes;
+          ptx::wgmma_fence();
+          issue_products<E, T::kColumns, kBlock, kBlock, (decltype(half)::value > 0)>(
+              to, uniform(descriptor_low(rows, 16)), uniform(descriptor_low(keys, 16)));
+          ring.advance();
+        });
         ptx::wgmma_commit();
-        ring.advance();
       };
-      const int stage = ring.stage, next_stage = stage + 1 == T::kPairs ? 0 : stage + 1;
+      // Pairs of the products that end last but `ago`.
+      const auto free_pairs = [&](int ago) {
+#pragma unroll
+        for (int i = 1; i <= T::kHalves; ++i) {
+          const int stage = ring.stage - ago * T::kHalves - i;
+          arrive(bars.pair_empty(stage < 0 ? stage + T::kPairs : stage));
+        }
+      };
+      constexpr bool kBoth = T::kHalves == 1;
       ptx::warpgroup_fence_operand(sum);
       issue(s);
-      issue(dp);
+      if constexpr (kBoth) issue(dp);
       uint32_t seen_keys[2] = {~0u, ~0u};
       if (a.m.mask.words != nullptr) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) seen_keys[half] = load_seen_keys(a.m.mask, b, h, row + 8 * half, tile.n);
       }
-      ptx::wgmma_wait<1>();
+      ptx::wgmma_wait<kBoth ? 1 : 0>();
       ptx::warpgroup_fence_operand(s);
-      arrive(bars.pair_empty(stage));
+      free_pairs(kBoth ? 1 : 0);
+      if constexpr (!kBoth) issue(dp);
       if constexpr (T::kOwn) {
         form_own_bias_weights<T>(s, own, minus_lse, a.unit);
       } else {
@@ -380,7 +398,7 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
       ptx::warpgroup_fence_operand(sum);
       ptx::wgmma_wait<0>();
       ptx::warpgroup_fence_operand(dp);
-      arrive(bars.pair_empty(next_stage));
+      free_pairs(0);
 #pragma unroll
       for (int i = 0; i < 64; ++i) sum[i] = fmaf(s[i], dp[i], sum[i]);
     }

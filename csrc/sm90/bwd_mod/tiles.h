@@ -46,20 +46,27 @@ static_assert(wide_bwd_mod_tile(BesideScores::kWords).smem_bytes(64) <= kSmemLim
 static_assert(bwd_mod_tile_fits(64, true) && bwd_mod_tile_fits(64, false) && bwd_mod_tile_fits(128, true) &&
               bwd_mod_tile_fits(128, false));
 
-// Gradient of a bias: 128 x 128 scores, tiles of Q and K or of dO and V in pairs. `owns_bias`: consumers keep a bias that
-// TMA cannot read, in fp32; else TMA brings two chunks of it.
+// Gradient of a bias: 128 x 128 scores, tiles of Q and K or of dO and V in pairs, of up to 128 columns. `owns_bias`: consumers
+// keep a bias that TMA cannot read, in fp32; else TMA brings two chunks of it.
 struct BwdBiasTile {
   int pairs;
   bool owns_bias;
 
   static constexpr int kBlock = 128, kThreads = 384;
+  static constexpr int columns(int d) { return std::min(d, 128); }
   constexpr int bias_bytes() const { return owns_bias ? 4 * kBlock * kBlock : 2 * kBlock * 128; }
-  constexpr int smem_bytes(int d) const { return 2 * pairs * tile_bytes(kBlock, d) + bias_bytes() + 1024; }
+  constexpr int smem_bytes(int d) const { return 2 * pairs * tile_bytes(kBlock, columns(d)) + bias_bytes() + 1024; }
 };
+inline constexpr int kDbiasDims[] = {64, 128, 256};
 constexpr BwdBiasTile bwd_bias_tile(int d, bool owns_bias) { return {d <= 64 ? 5 : owns_bias ? 2 : 3, owns_bias}; }
 
 // The compiled head_dim that a problem of up to 128 runs in.
 inline int bwd_mod_size(const Problem& p) { return std::max(p.head_dim, p.head_dim_v) <= 64 ? 64 : 128; }
+
+// That of the gradient of a bias, of any problem.
+inline int dbias_size(const Problem& p) {
+  return *std::ranges::lower_bound(kDbiasDims, std::max(p.head_dim, p.head_dim_v));
+}
 
 // Whether TMA brings the words of a bit mask to steps that ask for no other test: whether the mask has tiles (condensed.h)
 // and other kinds none of the words. Packed calls may have sequences that end behind the mask.

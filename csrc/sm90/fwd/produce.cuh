@@ -23,13 +23,13 @@ __device__ __forceinline__ void store_empty(const FwdParams& p, const Work& w, f
 
 template <int kChunks, int kRows, int kColumns = 64>
 __device__ __forceinline__ void copy_tile(const CUtensorMap& map, const Steps& steps, uint32_t to, uint32_t bar,
-                                          RowCoordinates at, int h) {
+                                          RowCoordinates at, int h, int column = 0) {
   h *= steps.head;
   at.outer *= steps.batch;
   ptx::mbarrier_arrive_expect_tx(bar, kChunks * kRows * 128);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    ptx::tma_load_5d(to + i * kRows * 128, &map, bar, kColumns * i, at.row, h, at.outer, at.outermost);
+    ptx::tma_load_5d(to + i * kRows * 128, &map, bar, column + kColumns * i, at.row, h, at.outer, at.outermost);
   }
 }
 

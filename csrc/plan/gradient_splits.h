@@ -11,7 +11,7 @@ namespace flash_ext::plans {
 inline int splits_of_rows(const BiasGradient& g, const Problem& p, const DeviceInfo& d, int64_t most) {
   const int64_t steps = int64_t{1} * (g.batch == 1 ? p.batch : 1) * (g.heads == 1 ? p.num_heads : 1);
   const int64_t owners = g.tiles(128, 128);
-  most = std::min({steps / 4, most, int64_t{g.sum_cols ? 2 * d.num_sms : 64}});
+  most = std::min({steps / 4, most, int64_t{(g.sum_cols ? 2 : 1) * d.num_sms}});
   int best = 1;
   double best_time = static_cast<double>(steps) * static_cast<double>((owners + d.num_sms - 1) / d.num_sms);
   for (int parts = 2; parts <= most; ++parts) {

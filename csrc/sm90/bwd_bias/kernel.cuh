@@ -318,6 +318,7 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
     const BiasGradTile tile(a, index);
     const SeenOfTile seen = SeenOfTile::of<kBlock>(score_mod, tile.m, tile.n);
     const int row0 = tile.m * kBlock + warp_row;
+    const bool has_rows = tile.m * kBlock + group * 64 < p.seqlen_q;  // else this warpgroup passes pairs on
     float sum[64];
     clear(sum);
     if (!seen.any) {
@@ -339,6 +340,14 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
     }
 #pragma unroll 1
     for (int step = tile.part; step < tile.steps; step += a.g.splits) {
+      if (!has_rows) {
+        for_steps<0, 2 * T::kHalves>([&](auto) {
+          wait(bars.pair_full(ring.stage), ring.phase);
+          arrive(bars.pair_empty(ring.stage));
+          ring.advance();
+        });
+        continue;
+      }
       const int b = tile.b + step / tile.heads, h = tile.h + step % tile.heads;
       const int row = row0 + ptx::fresh_lane() / 4;
       const float2* stats = reinterpret_cast<const float2*>(a.p.row_stats) +

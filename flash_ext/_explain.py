@@ -14,12 +14,13 @@ from ._masks.biases import Bias
 from ._masks.value import Mask
 from ._ops import plan as plans
 from ._ops.arguments import Asked, modifiers_of
-from ._ops.calls import keep_call, packed_call, says_documents
+from ._ops.calls import keep_call, packed_call
 from ._ops.described import Described, described, described_over_cache
 from ._ops.dispatch import explain_options, explain_tensors, from_heads_first, operator_options
 from ._ops.dispatch_cached import check_values, modifiers_over_cache
 from ._ops.library import _C
 from ._ops.modifiers import Modifiers
+from ._ops.prepared import says_documents
 from ._ops.spec import default_scale
 from ._ops.words import refuse_unknown
 

@@ -201,7 +201,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_missing_bias_dims", &PreparedCall::set_missing_bias_dims)
       .def("set_plain", &PreparedCall::set_plain)
       .def("set_borders", wrap_pybind_function(&PreparedCall::set_borders))
-      .def("packs", wrap_pybind_function(&PreparedCall::packs))
+      .def("expect_borders", &PreparedCall::expect_borders)
+      .def("may_pack", wrap_pybind_function(&PreparedCall::may_pack))
       .def("fits", wrap_pybind_function(&PreparedCall::fits))
       .def("fwd", wrap_pybind_function_no_gil(prepared_fwd))
       .def("bwd", wrap_pybind_function_no_gil(prepared_bwd));

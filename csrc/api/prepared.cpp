@@ -1,10 +1,12 @@
 #include "prepared.h"
 
+#include <ATen/ops/_unsafe_view.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <algorithm>
 
+#include "../path_choice.h"
 #include "api.h"
 #include "checks.h"
 #include "operators.h"
@@ -25,18 +27,23 @@ bool is_plain_tensor(const Tensor& t) {
 }
 
 // Rows of batch entries lie one behind the other.
-bool is_flat(const Tensor& t) { return t.dim() == 4 && (t.size(0) == 1 || t.stride(0) == t.size(1) * t.stride(1)); }
+bool is_flat(const Tensor& t) { return t.size(0) == 1 || t.stride(0) == t.size(1) * t.stride(1); }
 
-// (batch, heads, rows) from (heads, total).
-Tensor dense_rows(const Tensor& t, int64_t batch) {
-  if (!t.defined() || t.numel() == 0) return t;
-  return t.unflatten(1, {batch, -1}).transpose(0, 1).contiguous();
+// (batch, rows, heads, size) from (total, heads, size), no view.
+Tensor dense(const Tensor& t, int64_t batch) {
+  return at::_unsafe_view(t, {batch, t.size(0) / batch, t.size(1), t.size(2)});
 }
 
-bool has_no_bias(const CallArgs& a) { return !a.bias.has_value() && !a.slopes.has_value(); }
+// (batch, heads, rows) from (heads, total); what was not asked for has no heads.
+Tensor dense_rows(const Tensor& t, int64_t batch) {
+  if (!t.defined() || t.dim() != 2) return t;
+  return at::_unsafe_view(t, {t.size(0), batch, t.size(1) / batch}).transpose(0, 1).clone(at::MemoryFormat::Contiguous);
+}
 
-// The other way.
+// (heads, total) from (batch, heads, rows).
 Tensor packed_rows(const Tensor& t) { return t.transpose(0, 1).flatten(1); }
+
+bool has_no_bias(const CallArgs& a) { return !a.bias.has_value() && !a.slopes.has_value(); }
 
 }  // namespace
 
@@ -64,15 +71,20 @@ void PreparedCall::bind_stream() {
   if (is_bound_) stream_ = stream_handle(device_);
 }
 
-void PreparedCall::set_borders(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k) {
+void PreparedCall::set_borders(const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k) {
   borders_q_ = cu_seqlens_q, borders_k_ = cu_seqlens_k;
+  awaits_borders_ = false;
 }
 
-bool PreparedCall::packs(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p) const {
+bool PreparedCall::may_pack(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p) const {
+  if (!(awaits_borders_ || borders_q_.has_value()) || dropout_p != 0) return false;
   const OptionalTensor &bias = args_.bias, &slopes = args_.slopes;
   const bool knows_distances = (!bias.has_value() || (bias->dim() == 3 && bias->size(0) == 1)) &&
                                (!slopes.has_value() || slopes->dim() == 1) && missing_bias_dims_ == 0;
-  return borders_q_.has_value() && knows_distances && dropout_p == 0 && is_flat(q) && is_flat(k) && is_flat(v);
+  const auto fits = [&](const Tensor& t) {
+    return t.dim() == 4 && t.size(0) == batch_ && t.size(1) == rows_ && is_flat(t);
+  };
+  return knows_distances && fits(q) && fits(k) && fits(v) && get_switch(Switch::kBatchInvariant) != 1;
 }
 
 CallArgs PreparedCall::packed(const Tensor& q, const CallArgs& own) const {
@@ -130,10 +142,11 @@ std::optional<FwdModResult> PreparedCall::forward(const Tensor& q, const Tensor&
     auto [out, lse] = call_fwd(q, k, v, a);
     return FwdModResult{std::move(out), std::move(lse), Tensor()};
   };
-  if (!packs(q, k, v, own.dropout_p)) return run(q, k, v, joined(q, own), is_plain_);
+  if (!may_pack(q, k, v, own.dropout_p)) return run(q, k, v, joined(q, own), is_plain_);
+  if (awaits_borders_) return std::nullopt;
   const CallArgs a = packed(q, own);
   const auto [out, lse, row_max] = run(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), a, has_no_bias(a));
-  return FwdModResult{out.unflatten(0, {batch_, rows_}), dense_rows(lse, batch_), dense_rows(row_max, batch_)};
+  return FwdModResult{dense(out, batch_), dense_rows(lse, batch_), dense_rows(row_max, batch_)};
 }
 
 std::optional<BwdResult> PreparedCall::backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -147,17 +160,19 @@ std::optional<BwdResult> PreparedCall::backward(const Tensor& dout, const Tensor
     auto [dq, dk, dv, dbias, dslopes, dsinks] = call_bwd_mod(dout, q, k, v, out, lse, a);
     return BwdResult{std::move(dq), std::move(dk), std::move(dv)};
   };
-  if (!packs(q, k, v, own.dropout_p)) return run(dout, q, k, v, out, lse, joined(q, own), is_plain_);
+  if (!may_pack(q, k, v, own.dropout_p)) return run(dout, q, k, v, out, lse, joined(q, own), is_plain_);
+  if (awaits_borders_) return std::nullopt;
   CallArgs a = packed(q, own);
   const auto fits_rows = [&](const Tensor& t) { return t.sizes() == c10::IntArrayRef{batch_, heads_, rows_}; };
-  const bool fit = dout.dim() == 4 && out.dim() == 4 && dout.size(0) == batch_ && out.size(0) == batch_ &&
-                   fits_rows(lse) && (!a.dlse.has_value() || fits_rows(*a.dlse));
+  const auto fits_out = [&](const Tensor& t) {
+    return t.sizes() == c10::IntArrayRef{batch_, rows_, heads_, v.size(3)};
+  };
+  const bool fit = fits_out(dout) && fits_out(out) && fits_rows(lse) && (!a.dlse.has_value() || fits_rows(*a.dlse));
   if (!fit) return std::nullopt;
   if (a.dlse.has_value()) a.dlse = packed_rows(*a.dlse);
   const auto [dq, dk, dv] = run(dout.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1),
                                 out.flatten(0, 1), packed_rows(lse), a, has_no_bias(a));
-  return BwdResult{dq.unflatten(0, {batch_, rows_}), dk.unflatten(0, {batch_, rows_}),
-                   dv.unflatten(0, {batch_, rows_})};
+  return BwdResult{dense(dq, batch_), dense(dk, batch_), dense(dv, batch_)};
 }
 
 }  // namespace flash_ext

@@ -23,12 +23,13 @@ class PreparedCall {
   // Nothing but the window is asked for.
   void set_plain() { is_plain_ = true; }
 
-  // Where the documents of a mask that says nothing else begin and end, if they stand together: calls that may run as packed
-  // sequences do. `args` have the ids for the others.
-  void set_borders(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k);
-  // Whether a call runs so: its rows lie one behind the other, a bias knows distances alone, and nothing is dropped, since
-  // draws belong to rows and keys as they are.
-  bool packs(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p) const;
+  // The mask says documents alone. Calls that may run as packed sequences want to be told where those begin and end, and are
+  // not served before. Null: they do not stand together, and ids are compared, of which `args` tell.
+  void expect_borders() { awaits_borders_ = true; }
+  void set_borders(const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k);
+  // Whether a call may: its rows lie one behind the other, a bias knows distances alone, and nothing is dropped, since draws
+  // belong to rows and keys as they are. Not in the batch-invariant mode: ids of one batch entry decide for all.
+  bool may_pack(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p) const;
 
   // Whether the arguments are right for a call of these queries, whatever its keys are.
   bool fits(const Tensor& q, const OptionalTensor& cu_seqlens_q) const;
@@ -59,6 +60,7 @@ class PreparedCall {
   void* stream_ = nullptr;
   int64_t missing_bias_dims_ = 0;
   bool is_plain_ = false;
+  bool awaits_borders_ = false;
   OptionalTensor borders_q_, borders_k_;
 };
 

@@ -147,7 +147,7 @@ class Documents(Mask):
     """Keys of the row's own document. Negative ids match nothing.
 
     Where the tokens of each document stand together, dense calls with nothing beside it but ``Causal`` and
-    ``Window`` run as packed sequences, for which preparing the mask waits for the device (``docs/masks.md``).
+    ``Window`` run as packed sequences. The first one waits for the device (``docs/masks.md``).
 
     Args:
         ids: (batch, q_len) or (q_len,) integers below 2**31; packed (total_q,).

@@ -535,6 +535,7 @@ def is_traced() -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
     )
 
 

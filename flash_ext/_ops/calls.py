@@ -17,12 +17,12 @@ from torch.nn import Parameter
 
 from .._masks.biases import Bias
 from .._masks.operands import may_be_copied, sources_of_bias, with_aligned_rows
-from .._masks.value import Mask, Value, is_capturing, is_traced
+from .._masks.value import Mask, Sizes, Value, is_capturing, is_traced
 from .arguments import Asked, bound
 from .library import _C
 from .library_mod import modifier_arguments
 from .modifiers import Modifiers
-from .prepared import Prepared, is_in_graphs, kept_in, marker_of_graphs
+from .prepared import Prepared, borders_for, kept_in, kept_in_leaf, says_documents
 
 _is_compiling = torch.compiler.is_compiling
 _in_functorch = torch._C._are_functorch_transforms_active
@@ -144,11 +144,12 @@ def keep_call(
     call.set_missing_bias_dims(missing)
     if is_plain:
         call.set_plain()
-    if isinstance(mask, Mask) and kept is not None and cu_seqlens_q is None and not is_in_graphs(mask):
-        borders = kept.borders_of(mods)
-        if borders is not None:
-            call.set_borders(*borders)
-            call.watch([marker_of_graphs(mask)])
+    if cu_seqlens_q is None and says_documents(mask):
+        assert isinstance(mask, Mask)
+        leaf = kept_in_leaf(mask)
+        assert leaf is not None
+        call.expect_borders()
+        call.watch([leaf.changes])
     partner = None if mask is None else bias
     _put(holder, (0 if mask is None else id(bias), causal, asked_window), (partner, call))
     return call
@@ -164,26 +165,20 @@ def packed_call(
     options: tuple[Any, ...],
     asked: Asked,
 ) -> tuple[Any, ...] | None:
-    """What a dense call is as one of packed sequences, as the extension runs it where the call is kept.
+    """What a dense call of documents is as one of packed sequences. The kept call is told, and runs so too.
 
     Returns:
         q, k, v, cu_seqlens_q, cu_seqlens_k, options and what else is asked for; None where it is none.
     """
-    if call is None or mods is None or not call.packs(q, k, v, asked.dropout_p):
+    if call is None or mods is None or not call.may_pack(q, k, v, asked.dropout_p):
         return None
-    fits = q.shape[:2] == k.shape[:2] == v.shape[:2]  # else it is refused in the words of a dense call
-    kept = kept_in(asked.mask) if isinstance(asked.mask, Mask) else None
-    borders = kept.borders_of(mods) if kept is not None and fits else None
+    assert isinstance(asked.mask, Mask)
+    borders = borders_for(asked.mask, mods, Sizes(False, q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    call.set_borders(*(borders or (None, None)))
     if borders is None:
         return None
     of_packed = (*options[:3], False, window, *options[5:])
     return *(t.flatten(0, 1) for t in (q, k, v)), *borders, of_packed, asked._replace(mask=None)
-
-
-def says_documents(mask: Any) -> bool:
-    """Whether a mask that keeps what it makes says documents alone."""
-    kept = kept_in(mask) if isinstance(mask, Mask) else None
-    return kept is not None and kept.is_of_documents
 
 
 _OVER_CACHE = "over a cache"  # in keys, beside 0 and the numbers of biases

@@ -25,8 +25,8 @@ from .arguments import (
     dropout_rng,
     modifiers_of,
 )
-from .calls import keep_call, kept_call, packed_call, says_documents
-from .documents import dense_rows, packed_rows
+from .calls import keep_call, kept_call, packed_call
+from .documents import dense, dense_rows, packed_rows
 from .functorch import (
     ModifiedGradientFunction,
     apply_modified_under_transforms,
@@ -36,6 +36,7 @@ from .functorch import (
 from .library import _C
 from .library_mod import modifier_arguments
 from .modifiers import Modifiers
+from .prepared import says_documents
 from .spec import default_scale
 from .words import refuse_kind
 
@@ -278,7 +279,7 @@ def run_modified_fwd(
             *packed, want_row_max=want_row_max, want_lse=want_lse, out_dtype=out_dtype
         )
         row_max = None if row_max is None else dense_rows(row_max, len(q))
-        return out.unflatten(0, q.shape[:2]), dense_rows(lse, len(q)), row_max
+        return dense(out, len(q)), dense_rows(lse, len(q)), row_max
     options = (*first, False, window, deterministic, backend)
     if mods is None and not want_row_max:
         plain = run_fwd_as(out_dtype, q, k, v, cu_seqlens_q, cu_seqlens_k, *options, want_lse=want_lse)
@@ -354,7 +355,7 @@ def run_modified_bwd(
                 needs, grad_dtype,
             )  # fmt: skip
             qkv = {*GRADIENTS[:3]}
-            return tuple(g.unflatten(0, q.shape[:2]) if n in qkv else g for n, g in zip(needs, found))
+            return tuple(dense(g, len(q)) if n in qkv else g for n, g in zip(needs, found))
     options = (*first, False, window, deterministic, backend)
     tensors = (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k)
     if mods is None:

@@ -35,14 +35,12 @@ class Prepared(NamedTuple):
         mods: with the fields that masks have, their tensors condensed.
         is_plain: nothing but the window is asked for.
         sources: version counters of the mask's tensors when this was made; None where nobody keeps it.
-        borders: of a mask that says documents alone: where they begin, if they stand together.
     """
 
     window: tuple[int, int]
     mods: Modifiers
     is_plain: bool
     sources: list[int] | None = None
-    borders: Borders | None = None
 
 
 class Kept:
@@ -54,18 +52,23 @@ class Kept:
             leaf also has what the first expression with no other tensors made, without causal and window.
         in_graphs: those of ``made`` that a CUDA graph reads or writes, for as long as the mask lives.
         is_of_documents: the mask says documents alone.
-        marker: see :func:`marker_of_graphs`.
+        borders: of a leaf: where its documents begin (:func:`borders_for`), by sizes and place.
+        changes: of a leaf: a tensor that is written when its ids may have changed unseen by their version
+            counters: by :meth:`refresh`, or by the replays of a graph that takes them.
+        is_in_graphs: of a leaf: such a graph has been captured.
     """
 
-    __slots__ = ("in_graphs", "is_of_documents", "made", "marker", "tensors")
+    __slots__ = ("borders", "changes", "in_graphs", "is_in_graphs", "is_of_documents", "made", "tensors")
 
     def __init__(self, mask: Mask) -> None:
         self.tensors = tuple(mask._tensors())
         self.made: dict[tuple[Any, ...], Prepared] = {}
         self.in_graphs: list[Prepared] = []
         self.is_of_documents = says_documents_alone(mask)
+        self.borders: dict[tuple[Any, ...], tuple[Any, Borders | None]] = {}
         with torch.inference_mode(False):  # else nobody counts its versions
-            self.marker = torch.empty(0, device="cpu")
+            self.changes = torch.empty(0, device="cpu")
+        self.is_in_graphs = False
 
     def versions(self) -> list[int] | None:
         """Version counters; None for inference tensors, of which nobody counts the changes."""
@@ -99,44 +102,33 @@ class Kept:
                 written |= {*map(id, held)}
                 if capturing:
                     self.keep(mask, found)
-            self.made[key] = found._replace(sources=versions, borders=self.look(found.mods, sizes))
+            self.made[key] = found._replace(sources=versions)
+        if (leaf := kept_in_leaf(mask)) is not None:
+            leaf.changes.zero_()
 
     def keep(self, mask: Mask, found: Prepared) -> None:
         """For a graph that is being captured, also when ``made`` has no more room for it."""
-        marker_of_graphs(mask).zero_()
+        if (leaf := kept_in_leaf(mask)) is not None and not leaf.is_in_graphs:
+            leaf.is_in_graphs = True
+            leaf.changes.zero_()
         if not any(found.mods is one.mods for one in self.in_graphs):
             self.in_graphs.append(found)
 
-    def like(self, key: tuple[Any, ...], versions: list[int]) -> Prepared | None:
+    def like(self, key: tuple[Any, ...], versions: list[int]) -> Modifiers | None:
         """What was made for the same sizes at the same place."""
         same = (key[0], *key[3:])
         for other, found in list(self.made.items()):
             if (other[0], *other[3:]) == same and found.sources == versions:
-                return found
+                return found.mods
         return None
-
-    def look(self, mods: Modifiers, sizes: Sizes) -> Borders | None:
-        """Where documents begin, which is read back; not in a capture, whose replays may change it."""
-        ids = mods.document_q
-        if not self.is_of_documents or ids is None or sizes.packed or sizes.cached or is_traced():
-            return None
-        if type(ids) is not Tensor or ids.is_meta or (ids.is_cuda and is_capturing()):
-            return None
-        return borders_of(ids[:, : sizes.q_len])
 
     def put(self, key: tuple[Any, ...], found: Prepared) -> None:
         while len(self.made) >= MOST_PREPARED:
             self.made.pop(next(iter(self.made)), None)
         self.made[key] = found
 
-    def borders_of(self, mods: Modifiers) -> Borders | None:
-        """Those found for what was made."""
-        found = (one.borders for one in self.made.values() if one.mods.document_q is mods.document_q)
-        return next(filter(None, found), None)
-
 
 _NOTHING = Modifiers()
-_NO_MARKER = torch.empty(0, device="cpu")
 
 
 def prepared(mask: Mask | None, q: Tensor, sizes: Sizes, causal: bool, window: tuple[int, int]) -> Prepared:
@@ -174,11 +166,8 @@ def prepared(mask: Mask | None, q: Tensor, sizes: Sizes, causal: bool, window: t
         if shared is not None and (of_leaf := shared.versions()) is not None:
             like = shared.like(key, of_leaf)
         with torch.inference_mode(False), torch.no_grad():  # other calls may save it for a backward
-            found = _made(mask, q.device, sizes, causal, window, None if like is None else like.mods)
-            borders = None if like is None else like.borders
-            if borders is None or not kept.is_of_documents:
-                borders = kept.look(found.mods, sizes)
-        found = found._replace(sources=versions, borders=borders)
+            found = _made(mask, q.device, sizes, causal, window, like)
+        found = found._replace(sources=versions)
         kept.put(key, found)
         if shared is not None and like is None and of_leaf is not None:
             shared.put((sizes, None, None, *key[3:]), found._replace(sources=of_leaf))
@@ -197,16 +186,41 @@ def kept_in(mask: Mask) -> Kept | None:
     return kept
 
 
-def marker_of_graphs(mask: Mask) -> Tensor:
-    """A tensor that is written when a CUDA graph takes what the mask, or its leaf, has made."""
+def kept_in_leaf(mask: Mask) -> Kept | None:
+    """What the only leaf that has tensors keeps."""
     leaf = only_leaf(mask)
-    kept = kept_in(mask if leaf is None else leaf)
-    return _NO_MARKER if kept is None else kept.marker
+    return None if leaf is None else kept_in(leaf)
 
 
-def is_in_graphs(mask: Mask) -> bool:
-    """Whether replays of a graph may change what the mask is, which no version counter tells."""
-    return marker_of_graphs(mask)._version > 0
+def says_documents(mask: Any) -> bool:
+    """Whether calls with a mask may run as packed sequences of its documents: it says nothing else.
+
+    CUDA graphs take ids, which may change between replays, and so do other calls with ids that a graph takes.
+    Where a compiler or a transform runs the call ids may have no values.
+    """
+    if not isinstance(mask, Mask) or is_traced() or is_capturing():
+        return False
+    kept, leaf = kept_in(mask), kept_in_leaf(mask)
+    return kept is not None and kept.is_of_documents and leaf is not None and not leaf.is_in_graphs
+
+
+def borders_for(mask: Mask, mods: Modifiers, sizes: Sizes) -> Borders | None:
+    """Where documents of such a mask begin, if they stand together: read back once for ids and place."""
+    ids, kept = mods.document_q, kept_in_leaf(mask)
+    versions = None if kept is None else kept.versions()
+    if kept is None or versions is None or type(ids) is not Tensor or ids.is_meta:
+        return None
+    stream = torch.cuda.current_stream(ids.device).cuda_stream if ids.is_cuda else None
+    key = (sizes.batch, sizes.q_len, ids.device, stream)
+    state = (versions, kept.changes._version)
+    found = kept.borders.get(key)
+    if found is None or found[0] != state:
+        with torch.inference_mode(False), torch.no_grad():
+            found = state, borders_of(ids[:, : sizes.q_len])
+        if len(kept.borders) >= MOST_PREPARED:
+            kept.borders.clear()
+        kept.borders[key] = found
+    return found[1]
 
 
 def forget_calls(mask: Mask) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_ext
-from flash_ext import AuxRequest, masks
+from flash_ext import AuxRequest, masks, serving
 from flash_ext._ops import documents, prepared
 from flash_ext._ops.documents import LEAST_ROWS, borders_of
 
@@ -31,11 +35,11 @@ def qkv(head_dim: int = 16, heads_k: int = HEADS, **like: Any) -> tuple[Tensor, 
 def runs_packed(mask: masks.Mask, *tensors: Tensor, dropout_p: float = 0.0) -> bool:
     """Whether calls that the mask keeps run so; it must keep one."""
     ((_, call),) = mask._calls.values()
-    return call.packs(*tensors, dropout_p)
+    return call.may_pack(*tensors, dropout_p)
 
 
 def by_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared.Kept, "look", lambda *_: None)
+    monkeypatch.setattr(prepared, "borders_of", lambda _: None)
 
 
 # ---- borders -------------------------------------------------------------------------------------------
@@ -159,7 +163,7 @@ def test_what_packed_sequences_are_not_runs_by_ids() -> None:
             assert not runs_packed(mask, *given, dropout_p=options.get("dropout_p", 0.0))
         flash_ext.attention(*tensors, mask=mask)  # the same mask, where it may
         call = mask._calls[id(None), False, (-1, -1)][1]
-        assert call.packs(*tensors, 0.0)
+        assert call.may_pack(*tensors, 0.0)
 
 
 @cpu
@@ -172,23 +176,116 @@ def test_a_changed_id_is_seen() -> None:
         for used in (mask, mask & masks.Causal()):
             got = flash_ext.attention(*tensors, mask=used)
             assert torch.equal(got, flash_ext.attention(*tensors, mask=copy.deepcopy(used)))
-    assert not mask._calls[id(None), False, (-1, -1)][1].packs(*tensors, 0.0)  # 9 stands apart
+    assert not mask._calls[id(None), False, (-1, -1)][1].may_pack(*tensors, 0.0)  # 9 stands apart
     ids.copy_(BATCH)
     mask.refresh()
     got = flash_ext.attention(*tensors, mask=mask)
     assert torch.equal(got, flash_ext.attention(*tensors, mask=masks.Documents(BATCH)))
-    assert mask._calls[id(None), False, (-1, -1)][1].packs(*tensors, 0.0)
+    assert mask._calls[id(None), False, (-1, -1)][1].may_pack(*tensors, 0.0)
 
 
 @cpu
-def test_layers_and_windows_look_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", ["leaf", "causal", "window"])
+@pytest.mark.parametrize("seen", [True, False], ids=["seen", "unseen"])
+def test_refresh_reaches_every_expression(seen: bool, first: str) -> None:
+    """Also where no version counter tells of the change."""
+    tensors, ids = tuple(t.detach() for t in qkv()), BATCH.clone()
+    own = masks.Documents(ids)
+    used = {"leaf": own, "causal": own & masks.Causal(), "window": masks.Window(30, 3) & own}
+    for mask in (used[first], *used.values()):
+        flash_ext.attention(*tensors, mask=mask)
+    for others in (BATCH.flip(0), torch.cat([BATCH[:, 160:], BATCH[:, :160]], 1), BATCH % 2):
+        (ids if seen else ids.data).copy_(others)
+        for mask in used.values():
+            mask.refresh()
+        for mask in used.values():
+            want = flash_ext.attention(*tensors, mask=copy.deepcopy(mask))
+            assert torch.equal(flash_ext.attention(*tensors, mask=mask), want)
+
+
+@cpu
+@pytest.mark.parametrize("ids", [BATCH, torch.arange(ROWS) // 5], ids=["together", "short"])
+def test_layers_and_windows_look_once(ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Tensor] = []
     monkeypatch.setattr(prepared, "borders_of", lambda ids: looks.append(ids) or borders_of(ids))
-    tensors, own = qkv(), masks.Documents(BATCH)
+    tensors, own = qkv(), masks.Documents(ids)
     for mask in (own, own, own & masks.Causal(), own & masks.Window(30, 0)):
         flash_ext.attention(*tensors, mask=mask)
         flash_ext.attention(*tensors, mask=mask, causal=True)
     assert len(looks) == 1
+    dropping = masks.Documents(BATCH)
+    flash_ext.attention(*tensors, mask=dropping, dropout_p=0.5)
+    assert len(looks) == 1  # nobody asks where these begin
+
+
+@cpu
+def test_threads_that_prepare_one_mask_find_the_same() -> None:
+    tensors = tuple(t.detach() for t in qkv())
+    want = flash_ext.attention(*tensors, mask=masks.Documents(BATCH))
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            mask, barrier = masks.Documents(BATCH), threading.Barrier(8)
+
+            def call(_: int, mask: masks.Mask = mask, barrier: threading.Barrier = barrier) -> Tensor:
+                barrier.wait()
+                return flash_ext.attention(*tensors, mask=mask)
+
+            assert all(torch.equal(found, want) for found in pool.map(call, range(8)))
+
+
+@cpu
+def test_in_the_batch_invariant_mode_no_entry_decides_for_others() -> None:
+    tensors, mask = tuple(t.detach() for t in qkv()), masks.Documents(BATCH)
+    for _ in range(2):
+        with serving.set_batch_invariant(True):
+            found = flash_ext.attention(*tensors, mask=mask)
+            assert not runs_packed(mask, *tensors)
+            apart = torch.stack([BATCH[0], torch.arange(ROWS) % 2])
+            assert torch.equal(flash_ext.attention(*tensors, mask=masks.Documents(apart))[0], found[0])
+            alone = flash_ext.attention(*(t[:1] for t in tensors), mask=masks.Documents(BATCH[:1]))
+            assert torch.equal(alone[0], found[0])
+        flash_ext.attention(*tensors, mask=mask)
+
+
+@cpu
+def test_results_are_no_views() -> None:
+    """A view made under no_grad could not be changed in place by what learns."""
+    for batch in (2, 1):
+        tensors, mask = tuple(t[:batch] for t in qkv()), masks.Documents(BATCH[:batch])
+        with torch.no_grad():
+            results = [*flash_ext.forward(*tensors, mask=mask)]
+            results += flash_ext.backward(results[0], *tensors, *results, mask=mask)
+            results.append(flash_ext.attention(*tensors, mask=mask))
+        out = flash_ext.attention(*tensors, mask=mask)
+        assert not any(t._is_view() for t in (*results, out))
+        factor = torch.ones((), requires_grad=True)
+        results[-1].mul_(factor).sum().backward()
+        assert factor.grad is not None
+        out.detach_()
+
+
+@cpu
+def test_traced_calls_take_ids_of_their_inputs() -> None:
+    tensors = tuple(t.detach() for t in qkv())
+
+    def layer(*given: Tensor) -> Tensor:
+        return flash_ext.attention(*given[:3], mask=masks.Documents(given[3]))
+
+    flash_ext.attention(*tensors, mask=masks.Documents(BATCH))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(layer, (*tensors, BATCH), check_trace=False)
+    for ids in (BATCH, BATCH.flip(0), BATCH % 2):
+        torch.testing.assert_close(traced(*tensors, ids), layer(*tensors, ids))
+
+
+@cpu
+def test_no_heads() -> None:
+    tensors = tuple(t.detach()[:, :, :0] for t in qkv())
+    with contextlib.suppress(ValueError):  # as without a mask
+        want = flash_ext.forward(*tensors)
+        found = flash_ext.forward(*tensors, mask=masks.Documents(BATCH))
+        assert [t.shape for t in found] == [t.shape for t in want]
 
 
 @cpu
@@ -242,6 +339,11 @@ def test_wrong_arguments_are_refused_in_the_words_of_a_dense_call() -> None:
     for _ in range(2):
         with pytest.raises((ValueError, TypeError), match="head_dim"):
             flash_ext.attention(q, k[..., :8], v, mask=mask)
+        for keys in (k[:1], torch.cat([k, k])):
+            with pytest.raises(ValueError, match="batch"):
+                flash_ext.attention(q, keys, keys, mask=mask)
+        with pytest.raises(ValueError, match="v must have|as many|rows of k|seqlen"):
+            flash_ext.attention(q, k, torch.cat([v, v], 1), mask=mask)
         out, lse = flash_ext.forward(q, k, v, mask=mask)
         with pytest.raises(ValueError, match=r"lse must have shape \[2, 4, 320\]"):
             flash_ext.backward(out, q, k, v, out, lse[:, :2], mask=mask)

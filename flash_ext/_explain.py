@@ -20,7 +20,7 @@ from ._ops.dispatch import explain_options, explain_tensors, from_heads_first, o
 from ._ops.dispatch_cached import check_values, modifiers_over_cache
 from ._ops.library import _C
 from ._ops.modifiers import Modifiers
-from ._ops.prepared import says_documents
+from ._ops.prepared import leaf_of_documents
 from ._ops.spec import default_scale
 from ._ops.words import refuse_unknown
 
@@ -206,7 +206,7 @@ def _as_packed(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, options: tuple[Any, ...], asked: Asked
 ) -> tuple[Any, ...] | None:
     """A dense call that runs as one of packed sequences, its documents."""
-    if cu_seqlens_q is not None or asked.dropout_p or not says_documents(asked.mask):
+    if cu_seqlens_q is not None or asked.dropout_p or leaf_of_documents(asked.mask) is None:
         return None
     _C.check_fwd(q, k, v, None, None, *operator_options(q, *options))
     causal, window = options[3:5]

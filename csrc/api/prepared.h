@@ -45,10 +45,11 @@ class PreparedCall {
     int64_t version;
   };
 
-  CallArgs packed(const Tensor& q, const CallArgs& own) const;
   bool fits_both(const Tensor& q, const Tensor& k, const CallArgs& own) const;
   // What was prepared, with what is the call's own: lengths, scale, sinks, softcap, dropout and flags.
   CallArgs joined(const Tensor& q, const CallArgs& own) const;
+  // The same of the packed sequences that a call runs as.
+  CallArgs packed(const Tensor& q, const CallArgs& own) const;
 
   CallArgs args_;
   bool is_packed_;

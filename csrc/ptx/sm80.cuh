@@ -72,16 +72,6 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
-// x where the highest bit of a byte of `bits` is 1, else -inf.
-template <int kByte>
-__device__ __forceinline__ float keep_where(float x, uint32_t bits) {
-  float y;
-  asm("{\n.reg .b32 m, x;\nmov.b32 x, %1;\nprmt.b32 m, %2, 0, %3;\nlop3.b32 m, x, m, 0xff800000, 0xe2;\nmov.b32 %0, m;\n}\n"
-      : "=f"(y)
-      : "f"(x), "r"(bits), "n"(0x8888 + kByte * 0x1111));
-  return y;
-}
-
 __device__ __forceinline__ float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));

@@ -22,7 +22,7 @@ from .arguments import Asked, bound
 from .library import _C
 from .library_mod import modifier_arguments
 from .modifiers import Modifiers
-from .prepared import Prepared, borders_for, kept_in, kept_in_leaf, says_documents
+from .prepared import Prepared, borders_for, kept_in, leaf_of_documents
 
 _is_compiling = torch.compiler.is_compiling
 _in_functorch = torch._C._are_functorch_transforms_active
@@ -144,10 +144,7 @@ def keep_call(
     call.set_missing_bias_dims(missing)
     if is_plain:
         call.set_plain()
-    if cu_seqlens_q is None and says_documents(mask):
-        assert isinstance(mask, Mask)
-        leaf = kept_in_leaf(mask)
-        assert leaf is not None
+    if cu_seqlens_q is None and (leaf := leaf_of_documents(mask)) is not None:
         call.expect_borders()
         call.watch([leaf.changes])
     partner = None if mask is None else bias
@@ -170,10 +167,10 @@ def packed_call(
     Returns:
         q, k, v, cu_seqlens_q, cu_seqlens_k, options and what else is asked for; None where it is none.
     """
-    if call is None or mods is None or not call.may_pack(q, k, v, asked.dropout_p):
+    leaf = leaf_of_documents(asked.mask)
+    if call is None or leaf is None or mods is None or not call.may_pack(q, k, v, asked.dropout_p):
         return None
-    assert isinstance(asked.mask, Mask)
-    borders = borders_for(asked.mask, mods, Sizes(False, q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    borders = borders_for(leaf, mods, Sizes(False, q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     call.set_borders(*(borders or (None, None)))
     if borders is None:
         return None

@@ -36,7 +36,7 @@ from .functorch import (
 from .library import _C
 from .library_mod import modifier_arguments
 from .modifiers import Modifiers
-from .prepared import says_documents
+from .prepared import leaf_of_documents
 from .spec import default_scale
 from .words import refuse_kind
 
@@ -344,7 +344,7 @@ def run_modified_bwd(
     *first, causal, window, deterministic, backend = options
     asked_window = window
     window, mods = modifiers_of(q, k, cu_seqlens_q, asked, causal, window, rng, keep_repeats=True)
-    if says_documents(asked.mask):
+    if leaf_of_documents(asked.mask) is not None:
         kept = keep_call(q, k, cu_seqlens_q, cu_seqlens_k, asked, causal, asked_window, window, mods)
         packed = packed_call(kept, q, k, v, mods, window, options, asked)
         if packed is not None and _fits_backward(q, v, dout, out, lse, dlse):

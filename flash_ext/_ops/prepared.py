@@ -192,23 +192,27 @@ def kept_in_leaf(mask: Mask) -> Kept | None:
     return None if leaf is None else kept_in(leaf)
 
 
-def says_documents(mask: Any) -> bool:
-    """Whether calls with a mask may run as packed sequences of its documents: it says nothing else.
+def leaf_of_documents(mask: Any) -> Kept | None:
+    """What the ids of a mask keep that says documents alone, so that calls may run as packed sequences.
 
     CUDA graphs take ids, which may change between replays, and so do other calls with ids that a graph takes.
     Where a compiler or a transform runs the call ids may have no values.
     """
     if not isinstance(mask, Mask) or is_traced() or is_capturing():
-        return False
+        return None
     kept, leaf = kept_in(mask), kept_in_leaf(mask)
-    return kept is not None and kept.is_of_documents and leaf is not None and not leaf.is_in_graphs
+    return None if kept is None or not kept.is_of_documents or leaf is None or leaf.is_in_graphs else leaf
 
 
-def borders_for(mask: Mask, mods: Modifiers, sizes: Sizes) -> Borders | None:
-    """Where documents of such a mask begin, if they stand together: read back once for ids and place."""
-    ids, kept = mods.document_q, kept_in_leaf(mask)
-    versions = None if kept is None else kept.versions()
-    if kept is None or versions is None or type(ids) is not Tensor or ids.is_meta:
+def borders_for(kept: Kept, mods: Modifiers, sizes: Sizes) -> Borders | None:
+    """Where documents begin, if they stand together: read back once for ids and place.
+
+    Args:
+        kept: see :func:`leaf_of_documents`.
+        mods: what the mask is to the call.
+    """
+    ids, versions = mods.document_q, kept.versions()
+    if versions is None or type(ids) is not Tensor or ids.is_meta:
         return None
     stream = torch.cuda.current_stream(ids.device).cuda_stream if ids.is_cuda else None
     key = (sizes.batch, sizes.q_len, ids.device, stream)

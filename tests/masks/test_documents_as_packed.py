@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 import warnings
@@ -282,10 +281,8 @@ def test_traced_calls_take_ids_of_their_inputs() -> None:
 @cpu
 def test_no_heads() -> None:
     tensors = tuple(t.detach()[:, :, :0] for t in qkv())
-    with contextlib.suppress(ValueError):  # as without a mask
-        want = flash_ext.forward(*tensors)
-        found = flash_ext.forward(*tensors, mask=masks.Documents(BATCH))
-        assert [t.shape for t in found] == [t.shape for t in want]
+    found = flash_ext.forward(*tensors, mask=masks.Documents(BATCH))
+    assert [t.shape for t in found] == [(2, ROWS, 0, 16), (2, 0, ROWS)]
 
 
 @cpu
@@ -340,9 +337,9 @@ def test_wrong_arguments_are_refused_in_the_words_of_a_dense_call() -> None:
         with pytest.raises((ValueError, TypeError), match="head_dim"):
             flash_ext.attention(q, k[..., :8], v, mask=mask)
         for keys in (k[:1], torch.cat([k, k])):
-            with pytest.raises(ValueError, match="batch"):
+            with pytest.raises(ValueError, match="k must have the batch size of q, 2, got"):
                 flash_ext.attention(q, keys, keys, mask=mask)
-        with pytest.raises(ValueError, match="v must have|as many|rows of k|seqlen"):
+        with pytest.raises(ValueError, match="v must have the sequence length of k, 320, got 640"):
             flash_ext.attention(q, k, torch.cat([v, v], 1), mask=mask)
         out, lse = flash_ext.forward(q, k, v, mask=mask)
         with pytest.raises(ValueError, match=r"lse must have shape \[2, 4, 320\]"):

@@ -15,7 +15,7 @@
 
 namespace flash_ext {
 
-inline constexpr int kShortHeadDims[] = {32, 64, 128, 256};
+inline constexpr int kShortHeadDims[] = {32, 64, 80, 128, 256};
 
 // The smallest compiled head_dim that holds both.
 inline int short_head_dim(const Problem& p) {
@@ -30,8 +30,7 @@ struct ShortTile {
   constexpr int threads() const { return 2 * rows; }
   constexpr int tile() const { return 2 * head_dim * rows; }  // of Q, K, V, O or dO
   constexpr int bias() const { return 4 * rows * rows; }  // fp32
-  constexpr int weight_columns() const { return (rows + 31) / 32 * 32; }  // of a row of P or dS in shared memory
-  constexpr int weights() const { return 2 * rows * weight_columns(); }
+  constexpr int weights() const { return 2 * rows * rows; }  // P or dS in shared memory
   // So many CTAs a multiprocessor have room in its registers and shared memory.
   constexpr int fwd_ctas() const {
     const bool fits = head_dim <= 128;
@@ -41,8 +40,8 @@ struct ShortTile {
   }
   constexpr int bwd_ctas() const {
     const bool fits = head_dim <= 64;
-    if (head_dim > 128) return rows == 16 ? 5 : 2;
-    return rows == 16 ? (fits ? 16 : 10) : rows == 32 ? (fits ? 8 : 5) : rows == 64 && fits ? 3 : 2;
+    if (head_dim > 128) return rows == 16 ? 5 : rows == 32 ? 2 : 1;
+    return rows == 16 ? (fits ? 16 : 10) : rows == 32 ? (fits ? 8 : 5) : rows == 64 && head_dim <= 80 ? 3 : 2;
   }
   // The next head's tiles come while one is worked on, where there is room for both.
   constexpr int fwd_stages() const { return head_dim <= (rows > 64 ? 32 : 64) ? 2 : 1; }
@@ -55,20 +54,20 @@ struct ShortTile {
   constexpr int o_or_weights() const { return std::max(tile(), 2 * weights()); }
   constexpr int bwd_smem() const { return 4 * tile() + o_or_weights() + 8 * rows + bias(); }
 };
+
+// Most queries and keys of a call.
+constexpr int short_rows(int head_dim) { return head_dim <= 128 ? 80 : 64; }
+constexpr int short_bwd_rows(int head_dim) { return head_dim <= 80 ? 80 : 64; }
+
 // As many CTAs as are planned fit into the shared memory of a multiprocessor of Hopper, 1 KiB of it taken by each.
 static_assert(std::ranges::all_of(kShortHeadDims, [](int d) {
   return std::ranges::all_of(std::array{16, 32, 64, 80}, [d](int rows) {
     const ShortTile t{rows, d};
-    return (rows > 64 && d > 128) || t.fwd_ctas() * (t.fwd_smem() + 1024) <= kSmemLimitLarge + 1024;
+    const auto fit = [](int ctas, int bytes) { return ctas * (bytes + 1024) <= kSmemLimitLarge + 1024; };
+    return (rows > short_rows(d) || fit(t.fwd_ctas(), t.fwd_smem())) &&
+           (rows > short_bwd_rows(d) || fit(t.bwd_ctas(), t.bwd_smem()));
   });
 }));
-static_assert(ShortTile{64, 128}.bwd_smem() + 1024 <= kSmemLimitSmall);
-static_assert(ShortTile{32, 256}.bwd_smem() + 1024 <= kSmemLimitSmall);
-static_assert(ShortTile{80, 64}.bwd_smem() + 1024 <= kSmemLimitSmall);
-
-// Most queries and keys of a call.
-constexpr int short_rows(int head_dim) { return head_dim <= 128 ? 80 : 64; }
-constexpr int short_bwd_rows(int head_dim) { return head_dim <= 64 ? 80 : head_dim <= 128 ? 64 : 32; }
 
 inline ShortTile short_tile(const Problem& p) {
   const int rows = std::max(p.seqlen_q, p.seqlen_k);
@@ -91,7 +90,8 @@ inline bool is_short(const Problem& p, const DeviceInfo& d, const Constraints& c
 // A CTA of the backward makes dk and dv of a key head from one query head.
 inline bool is_short_bwd(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const ShortTile tile = short_tile(p);
-  return is_short_mod(p, d, c) && tile.rows <= short_bwd_rows(tile.head_dim) && p.num_heads == p.num_heads_k;
+  return is_short_mod(p, d, c) && tile.rows <= short_bwd_rows(tile.head_dim) && p.num_heads == p.num_heads_k &&
+         tile.bwd_smem() + 1024 <= d.smem_per_block;
 }
 
 // Heads that share a bias are a group: entry (b', h') of the bias. The heads of a group are counted head first, then

@@ -8,6 +8,7 @@ namespace flash_ext {
 
 template <int kRows, int kCols>
 struct BiasStage {
+  static constexpr bool kTakesAll = false;  // biases of any type and strides
   static constexpr int kPitch = 2 * kCols + 16, kBytes = kRows * kPitch;
 
   // Rows [row0, row0 + kRows) and keys [col0, col0 + kCols); what lies beyond the bias or the sequence becomes 0.
@@ -69,6 +70,7 @@ struct BiasStage {
 
 // Where shared memory has no room for one.
 struct NoBiasStage {
+  static constexpr bool kTakesAll = false;
   static constexpr int kBytes = 0, kPitch = 0;
   __device__ static void load(uint32_t, const ScoreMod&, int, int) {}
   template <typename E, bool kT, int kA, int kN>

@@ -288,7 +288,7 @@ struct ScoreMod {
       scale = 1.f;
     }
     if (m.bias.ptr == nullptr) return;
-    if (Stage::kBytes > 0 && m.bias.staged) {
+    if (Stage::kTakesAll || (Stage::kBytes > 0 && m.bias.staged)) {
       Stage::template add<E, kT>(acc, scale, stage);
     } else {
       add_bias<E, kT>(acc, row0, col0, scale);

@@ -4,6 +4,7 @@
 // the eight rows of one ldmatrix phase fall into eight different bank groups:
 //   kCols % 64 == 0:  chunk ^= row & 7         (row pitch a multiple of 128 bytes)
 //   kCols % 64 == 32: chunk ^= (row >> 1) & 3  (row pitch an odd multiple of 64 bytes)
+//   kCols % 32 == 16: chunk ^= (row >> 2) & 1  (row pitch an odd multiple of 32 bytes)
 #pragma once
 
 #include "../ptx/sm80.cuh"
@@ -12,13 +13,13 @@ namespace flash_ext {
 
 template <int kCols>
 struct SmemTile {
-  static_assert(kCols % 32 == 0, "a row is a whole number of 64-byte swizzle spans");
+  static_assert(kCols % 16 == 0, "a row is a whole number of swizzle spans");
   static constexpr int kRowBytes = kCols * 2;
   static constexpr int kChunks = kCols / 8;
-  static constexpr bool kWide = kCols % 64 == 0;
+  static constexpr int kSpan = kCols % 64 == 0 ? 8 : kCols % 32 == 0 ? 4 : 2;  // chunks that change places
 
   __device__ static uint32_t offset(int row, int chunk) {
-    const int x = kWide ? (row & 7) : ((row >> 1) & 3);
+    const int x = kSpan == 8 ? (row & 7) : kSpan == 4 ? ((row >> 1) & 3) : ((row >> 2) & 1);
     return static_cast<uint32_t>(row * kRowBytes + ((chunk ^ x) << 4));
   }
 
@@ -36,10 +37,12 @@ struct SmemTile {
   // The same for the block at (row0, 16 * col16), row0 a multiple of 16. The swizzle of a lane does not
   // depend on row0, so a block costs at most one XOR and one addition of constants.
   __device__ static uint32_t block(uint32_t lane_base, int row0, int col16) {
-    if constexpr (kWide) {
+    if constexpr (kSpan == 8) {
       return (lane_base ^ ((col16 & 3) << 5)) + (col16 >> 2) * 128 + row0 * kRowBytes;
-    } else {
+    } else if constexpr (kSpan == 4) {
       return (lane_base ^ ((col16 & 1) << 5)) + (col16 >> 1) * 64 + row0 * kRowBytes;
+    } else {
+      return lane_base + col16 * 32 + row0 * kRowBytes;
     }
   }
 };

@@ -32,7 +32,7 @@ bool supports_pool(Req r, Dev d) {
 }
 
 bool prefers_whole_keys(Req r, Dev d) { return sm90::prefers_whole_keys(r.problem, d, r.constraints); }
-bool prefers_short(Req r, Dev d) { return !supports_fused(r, d) || sm90::prefers_short_sm80(r.problem, d); }
+bool prefers_short(Req r, Dev d) { return !tma_bwd(r, d) || sm90::prefers_short_sm80(r.problem, d); }
 bool prefers_stored_short(Req r, Dev d) { return sm90::prefers_stored_short(r.problem, d, r.constraints); }
 bool prefers_stored(Req r, Dev d) { return sm90::prefers_stored_dq(r.problem, d, r.constraints); }
 bool prefers_split_short(Req r, Dev d) { return sm90::prefers_split_bwd(r.problem, d, r.constraints); }

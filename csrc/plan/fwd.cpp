@@ -16,7 +16,7 @@ using enum ScoreVariant;
 bool supports_short(Req r, Dev d) {
   if (!is_short_mod(r.problem, d, r.constraints)) return false;
   const ShortTile t = short_tile(r.problem);
-  const bool is_large = t.rows > 64 && t.head_dim > 64;
+  const bool is_large = t.rows > 64 && t.head_dim > 80;
   if (!is_large || r.modifiers == nullptr) return true;
   const BiasView& bias = r.modifiers->bias;
   return bias.ptr == nullptr || (!bias.is_float && bias.head_stride != 0);

@@ -94,11 +94,14 @@ inline bool prefers_stored_short(const Problem& p, const DeviceInfo& d, const Co
 // Whether the portable kernel for short sequences is faster, which does nothing for rows that are not there, but takes 10 to
 // 25 us for one head. Evidence: short.
 inline bool prefers_short_sm80(const Problem& p, const DeviceInfo& d) {
-  if (d.batch_invariant) return true;
   const int size = std::max(p.head_dim, p.head_dim_v), rows = std::max(p.seqlen_q, p.seqlen_k);
+  if (size > 128) return rows <= 32;
+  if (d.batch_invariant) return true;
   const bool many = int64_t{p.batch} * p.num_heads >= 1024;
+  // Above head_dim 64 one warpgroup of Hopper has up to 64 keys.
+  if (size > 64) return many && (rows <= 16 || std::min(p.seqlen_q, p.seqlen_k) > 64);
   const int of_many = p.seqlen_q > 64 ? 80 : 64;  // head_dim 32; up to 64 queries are one tile of the Hopper kernel
-  return rows <= (size <= 32 ? (many ? of_many : 32) : size <= 64 ? (many ? 32 : 16) : many ? 16 : 0);
+  return rows <= (size <= 32 ? (many ? of_many : 32) : many ? 32 : 16);
 }
 
 // Blocks of 256 keys, 128 a warpgroup, in the fused backward with modifiers. One takes 7/4 of the time of one of 128. Equal blocks

@@ -147,7 +147,7 @@ class BiasDescription(NamedTuple):
             ``window_size`` has its own. Copied are a DenseBias whose rows do not begin on 16 bytes, the sum
             of several, slopes of another dtype or with gaps, and the entries of all distances. Nothing is
             kept of a tensor that requires a gradient. The CPU reads rows as they are, and keeps no copy of a
-            single DenseBias. Nor does a GPU for up to 64 rows and keys, or up to 80 with head_dim up to 64;
+            single DenseBias. Nor does a GPU for up to 64 rows and keys, or up to 80 with head_dim up to 80;
             from 65 to 80 the number is that of a larger head_dim.
         gradient: bytes of the gradients that a backward writes, in the dtypes of ``memory``; 0 where no
             tensor requires one.

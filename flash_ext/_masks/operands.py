@@ -94,7 +94,7 @@ def may_be_copied(source: Tensor, longest: int, head_dim: int) -> bool:
     """Whether a bias has rows that calls would copy, forward and backward (csrc/bias_rows.h)."""
     if source.requires_grad or source.is_inference() or source.shape[-1] == 1:
         return False
-    short_rows = 80 if head_dim <= 64 else 64  # csrc/short_tiles.h: those kernels read it as it is
+    short_rows = 80 if head_dim <= 80 else 64  # csrc/short_tiles.h: those kernels read it as it is
     if longest <= short_rows:
         return False
     return source.stride(-1) != 1 or not has_aligned_rows(source)

@@ -127,11 +127,11 @@ def test_a_bias_with_odd_rows_is_copied_into_aligned_ones():
     bias = torch.randn(2, 1, 24, 77)
     aligned = with_aligned_rows(bias)
     assert torch.equal(aligned, bias) and aligned.stride() == (24 * 80, 24 * 80, 80, 1)
-    assert may_be_copied(bias, 77, 65) and not may_be_copied(aligned, 77, 65)
+    assert may_be_copied(bias, 77, 81) and not may_be_copied(aligned, 77, 81)
     learned = bias.clone().requires_grad_()
-    assert not any(may_be_copied(t, 77, 65) for t in (learned, bias[..., :1], aligned[..., :76]))
-    assert not may_be_copied(bias, 64, 65)
-    assert not may_be_copied(bias, 77, 64)  # a short sequence up to 80 there
+    assert not any(may_be_copied(t, 77, 81) for t in (learned, bias[..., :1], aligned[..., :76]))
+    assert not may_be_copied(bias, 64, 81)
+    assert not may_be_copied(bias, 77, 80)  # a short sequence up to 80 there
 
 
 def test_pairs_of_kept_calls():

@@ -92,9 +92,9 @@ SPLIT = ("fwd_split_kernel", "fwd_split_mod_kernel")  # in both machine codes, f
 SPLIT_HEAD_DIMS = (64, 128, 256)
 STRETCHED = ("fwd_kernel",)  # once more, for very many keys
 SHORT_FWD, SHORT_BWD = ("fwd_short_kernel",), ("bwd_short_kernel",)  # in both machine codes
-SHORT_HEAD_DIMS = (32, 64, 128, 256)
-SHORT_TILES = {32: 4, 64: 4, 128: 4, 256: 3}  # of 16, 32, 64 and, up to head_dim 128, 80 rows
-SHORT_BWD_TILES = SHORT_TILES | {128: 3, 256: 2}
+SHORT_HEAD_DIMS = (32, 64, 80, 128, 256)
+SHORT_TILES = {32: 4, 64: 4, 80: 4, 128: 4, 256: 3}  # of 16, 32, 64 and, up to head_dim 128, 80 rows
+SHORT_BWD_TILES = SHORT_TILES | {128: 3}
 # Of any head_dim.
 MERGE = ("fwd_merge_kernel", "sum_heads_kernel", "append_kv_kernel", "append_bytes_kernel")
 CACHED_MERGE, CACHED_MERGE_COLUMNS = ("fwd_merge_cached_kernel",), (2, 4)  # 128 times so many at most

@@ -17,6 +17,7 @@ namespace flash_ext::sm80 {
 template <int R, int kAhead>
 struct ShortBias : OwnBias<2 * R, R / 8> {
   using Own = OwnBias<2 * R, R / 8>;
+  static constexpr bool kTakesAll = true;
   static_assert(Own::kBytes == ShortTile{R, 0}.bias());
 
   template <typename E>
@@ -83,7 +84,7 @@ struct ShortTraits {
   using Element = E;
   using Tile = SmemTile<D>;
   static constexpr ShortTile kSizes{R, D};
-  using WeightTile = SmemTile<kSizes.weight_columns()>;
+  using WeightTile = SmemTile<R>;
   using Bias = ShortBias<R, kSizes.bias_ahead()>;
   static constexpr int kRows = R, kHeadDim = D, kThreads = kSizes.threads(), kTileBytes = kSizes.tile();
   static constexpr int kFwdCtas = kSizes.fwd_ctas(), kFwdStages = kSizes.fwd_stages(), kBwdCtas = kSizes.bwd_ctas();
@@ -93,32 +94,9 @@ struct ShortTraits {
 
   // acc[16 rows][R keys] = A B^T. a_lane is by_rows, b_lane by_cols.
   __device__ static void multiply(float (&acc)[1][R / 8][4], uint32_t a_lane, uint32_t b_lane) {
-    if constexpr (R <= 64) {
-      multiply_transposed<E, D, 2>(acc, a_lane, b_lane);
-    } else {
-      // A loop holds fewer fragments at a time: unrolled, 8 bytes spill.
-      clear(acc);
-#pragma unroll 1
-      for (int ks = 0; ks < D / 16; ++ks) {
-        uint32_t a[4];
-        ptx::ldmatrix_x4(a, Tile::block(a_lane, 0, ks));
-#pragma unroll
-        for (int nb = 0; nb < R / 16; ++nb) {
-          uint32_t b[4];
-          ptx::ldmatrix_x4(b, Tile::block(b_lane, nb * 16, ks));
-          ptx::mma_m16n8k16<E>(acc[0][2 * nb], a, b[0], b[1]);
-          ptx::mma_m16n8k16<E>(acc[0][2 * nb + 1], a, b[2], b[3]);
-        }
-      }
-    }
+    multiply_transposed<E, D, 2>(acc, a_lane, b_lane);
   }
 };
-
-// What a launch passes: ShortBias takes a bias of any type and strides.
-inline Modifiers with_own_bias(Modifiers m) {
-  m.bias.staged = m.bias.ptr != nullptr;
-  return m;
-}
 
 // Where a CTA is on its walk, and what comes next.
 struct ShortWalk {

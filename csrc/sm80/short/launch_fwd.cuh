@@ -9,8 +9,8 @@ namespace flash_ext::sm80 {
 template <int D>
 std::string launch_fwd_short(const FwdCall& c, const Launch& l) {
   return at_short_rows<D, short_rows(D)>(c.p.problem.dtype, l, [&]<typename T>() {
-    return launch_planned(l, fwd_short_kernel<T>, T::kThreads, T::kSizes.fwd_smem(), c.p.stream, c.p,
-                          with_own_bias(c.modifiers), c.plan.short_heads);
+    return launch_planned(l, fwd_short_kernel<T>, T::kThreads, T::kSizes.fwd_smem(), c.p.stream, c.p, c.modifiers,
+                          c.plan.short_heads);
   });
 }
 

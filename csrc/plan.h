@@ -33,6 +33,7 @@ struct Request {
   bool has_own_lengths = false;  // of them in fp8: how many keys a sequence has is on the device alone
   bool deterministic = false;  // dq, dk and dv repeat bit by bit
   bool has_tma_out = true;  // of backwards: TMA reads `out`
+  bool wide = false;  // of backwards: dq, dk and dv are fp32
   // Of backwards with modifiers: whether dq, dk and dv are wanted; gradients of a bias and of slopes, shapes only, without
   // splits.
   bool need_qkv = true;

@@ -108,7 +108,7 @@ int main() {
   const auto put_stored = [](int d, const sm90::BwdTile& t) {
     put_fused("plain, dQ stored", d, t.block_n(), t, t.ds_stages(), t.smem_bytes(d));
   };
-  put_stored(64, sm90::kStoredTile);
+  for (int d : {64, 96}) put_stored(d, sm90::stored_tile(d));
   for (int d : {64, 96, 128}) put_stored(d, sm90::stored_short_tile(d));
   for (int d : {64, 128}) {
     for (bool float_bias : {false, true}) {

@@ -173,6 +173,7 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
                   .problem = problem,
                   .deterministic = is_deterministic(a.deterministic, info),
                   .has_tma_out = is_tma_ready(out),
+                  .wide = a.wide,
                   .constraints = choice.constraints};
   const bool moves_lse = is_modified && moves_lse_alone(request, info, a);
   std::optional<CallArgs> without_bias;

@@ -255,7 +255,7 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
                          const std::vector<std::string>& modifiers, const std::optional<std::string>& backend,
                          int device, const std::optional<std::array<int, 5>>& gpu, bool tma, bool need_qkv,
                          const std::optional<CacheWords>& cache_words, const std::array<int64_t, 2>& max_seqlen,
-                         bool own_lengths, bool slot_factors) {
+                         bool own_lengths, bool slot_factors, bool wide) {
   const Direction direction = direction_of(direction_name);
   const bool is_backward = direction == Direction::kBackward;
   if (num_heads == 0 && num_heads_k == 0) {  // nothing runs, as without batch entries
@@ -295,6 +295,7 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
                   .operands = operands,
                   .has_own_lengths = own_lengths,
                   .deterministic = deterministic || info.batch_invariant,
+                  .wide = wide,
                   .need_qkv = need_qkv,
                   .dbias = named.wants_dbias ? &named.dbias : nullptr,
                   .dslopes = named.wants_dslopes ? &named.dslopes : nullptr,
@@ -388,7 +389,7 @@ void bind_plans(py::module_& m) {
         py::arg("modifiers") = std::vector<std::string>(), py::arg("backend") = py::none(), py::arg("device") = 0,
         py::arg("gpu") = py::none(), py::arg("tma") = true, py::arg("need_qkv") = true, py::arg("cache") = py::none(),
         py::arg("max_seqlen") = std::array<int64_t, 2>{}, py::arg("own_lengths") = false,
-        py::arg("slot_factors") = false);
+        py::arg("slot_factors") = false, py::arg("wide") = false);
   m.def("plan_rows", &rows_of_plans);
   m.def("done_launches", &launches_done);
   m.def("device_facts", &device_facts, py::arg("device") = 0);

@@ -25,16 +25,18 @@ bool supports_split(Req r, Dev d) { return tma_bwd(r, d) && is_wide(r); }
 bool supports_fused(Req r, Dev d) { return tma_bwd(r, d) && !is_wide(r); }
 bool supports_whole_keys(Req r, Dev d) { return supports_fused(r, d) && r.problem.total_k > 0 && stores_dq(r, d); }
 bool supports_stored_short(Req r, Dev d) { return supports_whole_keys(r, d) && sm90::has_stored_short(r.problem); }
-bool supports_stored(Req r, Dev d) { return supports_fused(r, d) && sm90::has_stored_dq(r.problem, r.constraints); }
+bool supports_stored(Req r, Dev d) {
+  return supports_fused(r, d) && sm90::has_stored_dq(r.problem, r.constraints, r.wide);
+}
 bool supports_atomic(Req r, Dev d) { return supports_fused(r, d) && !r.deterministic; }
 bool supports_pool(Req r, Dev d) {
   return supports_atomic(r, d) && !r.problem.is_varlen() && sm90::dq_pool_of(r.problem, d, r.constraints);
 }
 
-bool prefers_whole_keys(Req r, Dev d) { return sm90::prefers_whole_keys(r.problem, d, r.constraints); }
+bool prefers_whole_keys(Req r, Dev d) { return sm90::prefers_whole_keys(r.problem, d, r.constraints, r.wide); }
 bool prefers_short(Req r, Dev d) { return !tma_bwd(r, d) || sm90::prefers_short_sm80(r.problem, d); }
 bool prefers_stored_short(Req r, Dev d) { return sm90::prefers_stored_short(r.problem, d, r.constraints); }
-bool prefers_stored(Req r, Dev d) { return sm90::prefers_stored_dq(r.problem, d, r.constraints); }
+bool prefers_stored(Req r, Dev d) { return !r.constraints.dq_pool && !sm90::has_few_tiles(r.problem, d); }
 bool prefers_split_short(Req r, Dev d) { return sm90::prefers_split_bwd(r.problem, d, r.constraints); }
 bool prefers_ordered(Req r, Dev d) { return r.deterministic || sm90::prefers_order(r.problem, d, r.constraints); }
 
@@ -113,7 +115,9 @@ void build_fused(Req r, Dev d, Plan& p) {
   const Problem& x = r.problem;
   const int size = padded(x);
   constexpr bool kOrdered = kDq == DqMode::kOrdered, kStored = kDq == DqMode::kStored;
-  const sm90::BwdTile t = kShort ? sm90::stored_short_tile(size) : kStored ? sm90::kStoredTile : sm90::bwd_tile(size);
+  const sm90::BwdTile t = kShort    ? sm90::stored_short_tile(size)
+                          : kStored ? sm90::stored_tile(size)
+                                    : sm90::bwd_tile(size);
   const sm90::DqPool pool = kDq == DqMode::kPool ? sm90::dq_pool_of(x, d, r.constraints) : sm90::DqPool{};
   const int ctas = d.num_sms * t.ctas(), unit_heads = kShort ? sm90::unit_heads_of(x, x.num_heads_k, ctas) : 1;
   const Grid g = pool             ? sm90::pool_grid(x, d, t.block_n(), pool)
@@ -121,7 +125,7 @@ void build_fused(Req r, Dev d, Plan& p) {
                                   : sm90::bwd_grid(x, d, t.block_n(), kOrdered);
   p.dq_pool = pool;
   const bool unvisited = kStored && !sm90::visits_all_queries(x, {});
-  const bool own_stats = kShort && size == sm90::kStoredHeadDim && !x.is_varlen() && !unvisited && r.has_tma_out;
+  const bool own_stats = kShort && size == 64 && !x.is_varlen() && !unvisited && r.has_tma_out;
   if (!own_stats) push_row_stats(r, d, p, KernelId::kRowStatsAndZero90, size, size, sm90::BwdTile::kBlockM, kDq);
   p.main = p.num_launches;
   Launch& l = p.push(main_of(KernelId::kBwdFused90, size, size, sm90::BwdTile::kBlockM, t.block_n(), t.stages,

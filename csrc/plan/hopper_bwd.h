@@ -28,18 +28,20 @@ inline bool has_short_sequences(const Problem& p, const DeviceInfo& d, const Con
 inline bool stores_dq(const Problem& p, const DeviceInfo& d, const Constraints& c, bool deterministic) {
   return has_whole_keys(p, c) || (!deterministic && has_short_sequences(p, d, c));
 }
-inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Constraints& c) {
-  const bool splits_dq = !c.q_splits && has_few_tiles(p, d);
-  return !c.dq_pool && !splits_dq;
+// The same in the kernel without modifiers, with two warpgroups that have 128 keys each, or above head_dim 64 share 128, whose
+// dQ is then of 16 bits.
+inline bool has_stored_dq(const Problem& p, const Constraints& c, bool wide) {
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  if (!c.short_kernels || p.is_varlen() || p.total_k <= 0 || !has_stored_tile(size)) return false;
+  const bool has_room = p.seqlen_q / BwdTile::kBlockM < kStoredTiles - 1 && p.num_heads < 128 * p.num_heads_k;
+  return p.seqlen_k <= stored_tile(size).block_n() && (size <= 64 || (!wide && has_room));
 }
-
-// The same with two warpgroups that have 128 keys each.
-inline bool has_stored_dq(const Problem& p, const Constraints& c) {
-  return c.short_kernels && !p.is_varlen() && p.total_k > 0 && p.seqlen_k <= kStoredTile.block_n() &&
-         std::max(p.head_dim, p.head_dim_v) <= kStoredHeadDim;
-}
-inline bool prefers_stored_dq(const Problem& p, const DeviceInfo& d, const Constraints& c) {
-  return has_stored_dq(p, c) && !c.dq_pool && !has_few_tiles(p, d);
+// Few sequences above head_dim 64, whose queries are shared out, and up to it what is neither stored_short_tile()'s.
+inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Constraints& c, bool wide) {
+  if (c.dq_pool || (!c.q_splits && has_few_tiles(p, d))) return false;
+  const bool has_columns = std::max(p.head_dim, p.head_dim_v) > 64 && has_stored_dq(p, c, wide);
+  const bool is_many = !d.batch_invariant && make_grid(p, d, false, 128).ctas >= d.num_sms;
+  return !has_columns || !is_many || c.q_splits.value_or(1) > 1;
 }
 
 // The same with one warpgroup that has all keys of a sequence, or of packed ones on average.

@@ -193,6 +193,54 @@ def test_stored_dq(target: Target) -> None:
     run_cases(cases, target.asking(row="sm90.bwd.dq_stored"))
 
 
+@on_targets("sm90-short")
+@pytest.mark.parametrize("head_dim", [72, 80, 96])
+def test_stored_dq_of_shared_keys(target: Target, head_dim: int) -> None:
+    """Above head_dim 64 up to 128 keys, of which each warpgroup has 64, and its columns of dq."""
+    cases = [
+        dense(3, 128, 128, 4, 4, head_dim),
+        dense(2, 64, 100, 3, 3, head_dim, dtype="fp16", dlse=True),
+        dense(2, 300, 77, 6, 2, head_dim, deterministic=True),
+        dense(1, 1000, 128, 8, 1, head_dim, 24),
+        dense(2, 256, 128, 3, 3, head_dim, causal=True),
+        dense(2, 100, 33, 4, 2, 24, head_dim, causal=True, deterministic=True),
+        dense(2, 333, 128, 2, 2, head_dim, window=(40, 3)),
+        dense(5, 1, 128, 2, 2, head_dim),
+        dense(40, 65, 101, 8, 8, head_dim, layout="bhsd"),
+    ]
+    run_cases(cases, target.asking(row="sm90.bwd.dq_stored"))
+
+
+def test_which_keep_dq_in_the_plain_kernel(pretended_gpu) -> None:
+    """Many sequences of 16-bit gradients; few have their queries shared out, and the mode knows no number."""
+    sizes = dict(head_dim=80, head_dim_v=80)
+    stored, other = "sm90.bwd.dq_stored", "sm90.bwd.whole_keys"
+    assert plan("bwd", 128, 128, **sizes)["row"] == plan("bwd", 300, 90, **sizes)["row"] == stored
+    assert plan("bwd", 128, 128, batch=32, **sizes)["row"] == other
+    assert plan("bwd", 128, 128, wide=True, **sizes)["row"] == other
+    assert plan("bwd", 128, 128, backend="sm90 q_splits=2", **sizes)["row"] == other
+    assert plan("bwd", 128, 128, num_heads=256, num_heads_k=2, **sizes)["row"] == other
+    assert plan("bwd", 128, 128, head_dim=97, head_dim_v=80)["row"] != stored
+    assert plan("bwd", 128, 129, **sizes)["row"] not in (stored, other)
+    with TARGETS["cpu"].pretending(batch_invariant=1).active():
+        assert plan("bwd", 128, 128, **sizes)["row"] == other
+
+
+@on_targets("sm90-short")
+def test_wide_gradients_of_few_keys(target: Target) -> None:
+    """In fp32 they are the same but for rounding."""
+    q, k, v, dout = (torch.randn(40, 100, 8, 80, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    out, lse = flash_ext.forward(q, k, v)
+    with target.active():
+        rounded = flash_ext.backward(dout, q, k, v, out, lse, backend=target.choice)
+        assert _C.last_launch()["row"] == "sm90.bwd.dq_stored"
+        wide = flash_ext.backward(dout, q, k, v, out, lse, backend=target.choice, grad_dtype=torch.float32)
+        assert _C.last_launch()["row"] == "sm90.bwd.whole_keys"
+    for x, y in zip(rounded, wide):
+        assert y.dtype == torch.float32
+        torch.testing.assert_close(x.float(), y, atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("q_splits", [1, 3])
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128])
 @on_targets("sm90-short")

@@ -78,7 +78,7 @@ HOPPER_BWD = ("bwd_sm90_kernel",)
 # Added in any order, in a fixed one, stored by one warpgroup, added in any by CTAs that share blocks; 2, not
 # at all, for few rows; 3, stored by two warpgroups, for few keys.
 DQ_KINDS = (0, 1, 4, 5)
-FEW_KEYS = (64,)  # head_dims
+FEW_KEYS = (64, 96)  # head_dims
 FEW_ROWS = (64, 128)  # head_dims; dQ then has the kernel of those above 128
 HOPPER_BWD_PASSES = ("row_stats_and_zero_kernel", "dq_convert_kernel")
 HOPPER_BWD_HEAD_DIMS = (64, 96, 128)

@@ -111,7 +111,7 @@ struct BwdTraits {
   static constexpr bool kDivides = kDq == DqKind::kDivided;
   static constexpr bool kUnits = kDq == DqKind::kStoredShort;  // of heads may be given out together
   // From tiles of dO and of `out`, which has the place of the dS of its step.
-  static constexpr bool kMayMakeStats = kDq == DqKind::kStoredShort && D <= kStoredHeadDim;
+  static constexpr bool kMayMakeStats = kDq == DqKind::kStoredShort && D <= 64;
   static constexpr bool kPool = kDq == DqKind::kUnordered || kDivides;  // may have its accumulators in a pool
   static constexpr bool kMakesDq = kDq != DqKind::kElsewhere,
                         kStores = kDq == DqKind::kStored || kDq == DqKind::kStoredShort;
@@ -121,7 +121,7 @@ struct BwdTraits {
   static constexpr int kFetchAhead = 2;
   static constexpr int kHeadDim = D;
   static constexpr BwdTile kTile = kDq == DqKind::kStoredShort ? stored_short_tile(D)
-                                   : kStores                   ? kStoredTile
+                                   : kStores                   ? stored_tile(D)
                                    : kMakesDq                  ? bwd_tile(D)
                                                                : kShortKeysTile;
   static constexpr bool kIndependent = kTile.independent;
@@ -154,7 +154,9 @@ struct BwdTraits {
   static constexpr int kDqStages = kIndependent ? 2 : 1, kSemaphoresAtOnce = 4;
   static constexpr bool kQueriesLoadDouts = kPool || kIndependent;
   static constexpr bool kSchedulerLoadsKeys = true;
-  static constexpr int kWorkReaders = kOrdered ? 3 : kStores && !kMayMakeStats ? 1 : 2;  // among the producers
+  static constexpr int kWorkReaders = kOrdered                                    ? 3
+                                      : kStores && kIndependent && !kMayMakeStats ? 1
+                                                                                  : 2;  // among the producers
   static constexpr int kWorkAt = kStagingAt + kTile.staging_bytes();
   static constexpr int kSmemBytes = kTile.smem_bytes(D);
   static constexpr int kWorkStages = 2;

@@ -80,7 +80,7 @@ __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t s
       clear(dv);
     }
     Walk<T> walk(work);
-    int tile_before = 0;  // of queries, of the previous step
+    int tile_before = 0;  // of queries, of the previous step; where dQ is stored its head and its tile of that
     const auto ds_before = [&] { return ds_ring.stage == 0 ? T::kDsStages - 1 : ds_ring.stage - 1; };
     const auto wait_for_ds_before = [&] {
       wait(bars.ds_full(ds_before()), ds_ring.stage == 0 ? ds_ring.phase ^ 1 : ds_ring.phase);
@@ -96,6 +96,14 @@ __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t s
         dq_phase ^= 1;
         stage_dq(dq, staging, lane);
         arrive(bars.dq_full(0));
+      } else if constexpr (T::kStores) {
+        const BwdWorkTile& now = read_again();
+        StridedView half = p.dq;  // this warpgroup's columns
+        half.ptr = static_cast<char*>(half.ptr) + group * 64 * 2;
+        half.is_float =
+            false;  // the plan says so: code for both would be called, and a call serialises products (C7510)
+        store_rows<E>(half, now.w.b, now.w.q, now.w.h * heads + tile_before / kStoredTiles, dq, r.softmax_scale,
+                      r.head_dim - group * 64, tile_before % kStoredTiles * kM + row, lane);
       } else {
         add_dq<T::kStaged>(dq_warp + static_cast<int64_t>(tile_before) * (kM * D), dq, staging, lane);
       }
@@ -180,7 +188,8 @@ __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t s
       }
       if constexpr (T::kMakesDq) {
         ds_ring.advance();
-        tile_before = work.dq_tile + walk.head * a.tiles_per_head + walk.block;
+        tile_before = T::kStores ? walk.head * kStoredTiles + walk.block
+                                 : work.dq_tile + walk.head * a.tiles_per_head + walk.block;
       }
       walk.advance(work, heads);
       ring.advance();

@@ -10,7 +10,7 @@
 //   dS       [kDsStages][64 queries x 128 keys], for each warpgroup where they are independent; not without dQ (DqKind::kElsewhere).
 //            Tiles of `out` come there, where consumers make the statistics of rows
 //   pieces   [2][piece stages][16 queries x 32 columns of dQ in fp32], zeros; only where dQ is added to memory
-//   exchange [64 queries x 64 columns of dQ in fp32], DqKind::kStored only
+//   exchange [64 queries x 64 columns of dQ in fp32], DqKind::kStored of independent warpgroups only
 //   stats    [kStages][-lse * log2 e of 64 queries, -delta]; before consumers make them lse and its gradient
 //   staging  [consumer warps][16 queries x 64 columns of dQ], if T::kStaged
 //   work tiles [kWorkStages], deferred arrivals, barriers

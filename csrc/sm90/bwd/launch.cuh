@@ -119,7 +119,7 @@ std::string launch_bwd_fused(const BwdCall& c, const Launch& l) {
     if (l.dq == DqMode::kStored && l.block_n == stored_short_tile(D).block_n()) {
       return launch_bwd_as<BwdTraits<E, D, DqKind::kStoredShort>>(c, l);
     }
-    if constexpr (D == kStoredHeadDim) {
+    if constexpr (has_stored_tile(D)) {
       if (l.dq == DqMode::kStored) return launch_bwd_as<BwdTraits<E, D, DqKind::kStored>>(c, l);
     }
     if (l.dq == DqMode::kOrdered) return launch_bwd_as<BwdTraits<E, D, DqKind::kOrdered>>(c, l);

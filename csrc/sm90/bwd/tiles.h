@@ -17,7 +17,7 @@ struct BwdTile {
   int stages;   // tiles of Q and of dO in the ring
   bool staged;  // dQ leaves through shared memory, else from registers
   bool makes_dq = true;
-  bool stores_dq = false;  // a block has all keys; of two warpgroups the parts of dQ are added in shared memory
+  bool stores_dq = false;  // a block has all keys; independent warpgroups add their parts of dQ in shared memory
   int groups = 2;      // consumer warpgroups
   int key_blocks = 2;  // of 64 keys, that an independent warpgroup has
 
@@ -39,7 +39,7 @@ struct BwdTile {
   static constexpr int kControlBytes = 896;  // work tiles and barriers
   // Of bwd/dq_pool_convert.cuh: each of two warps has stages for pieces of dQ; zeros for both.
   constexpr bool adds_dq() const { return makes_dq && !stores_dq; }  // to sums in memory
-  constexpr int exchange_bytes() const { return stores_dq && groups == 2 ? kBlockM * 64 * 4 : 0; }
+  constexpr int exchange_bytes() const { return stores_dq && independent && groups == 2 ? kBlockM * 64 * 4 : 0; }
   static constexpr int kPieceBytes = 2048, kConverters = 2, kZeroBytes = kPieceBytes / 2;
   constexpr int piece_stages() const { return !adds_dq() ? 0 : independent ? 3 : 4; }
   constexpr int converter_bytes() const { return piece_stages() * kPieceBytes; }
@@ -58,16 +58,19 @@ constexpr BwdTile bwd_tile(int d) { return d <= 64 ? BwdTile{true, 5, false} : B
 inline constexpr int kShortHeadDim = 128;
 inline constexpr BwdTile kShortKeysTile = {false, 4, true, false};
 
-// Of the kernel whose blocks have all keys of a sequence, up to head_dim 64: five stages would need 384 bytes more than there
+// Of the kernel whose blocks have all keys of a sequence. Up to head_dim 64 five stages would need 384 bytes more than there
 // are.
-inline constexpr int kStoredHeadDim = 64;
-inline constexpr BwdTile kStoredTile = {true, 4, false, true, true};
+constexpr bool has_stored_tile(int d) { return d <= 96; }
+inline constexpr int kStoredTiles = 1 << 24;  // tiles of queries of a head are fewer
+constexpr BwdTile stored_tile(int d) {
+  return d <= 64 ? BwdTile{true, 4, false, true, true} : BwdTile{false, 2, true, true, true};
+}
 // The same for sequences that one warpgroup has, of at most 128 keys, or 64 above head_dim 64. Packed ones that have more add
 // to sums in memory.
 constexpr BwdTile stored_short_tile(int d) { return {true, 2, false, true, true, 1, d <= 64 ? 2 : 1}; }
 
 // The hardware keeps 1 KB for each CTA.
-static_assert(kStoredTile.smem_bytes(kStoredHeadDim) <= kSmemLimitLarge &&
+static_assert(stored_tile(64).smem_bytes(64) <= kSmemLimitLarge && stored_tile(96).smem_bytes(96) <= kSmemLimitLarge &&
               2 * stored_short_tile(64).smem_bytes(64) <= kSmemLimitLarge - 2048 &&
               2 * stored_short_tile(128).smem_bytes(128) <= kSmemLimitLarge - 2048 &&
               bwd_tile(64).smem_bytes(64) <= kSmemLimitLarge && bwd_tile(128).smem_bytes(128) <= kSmemLimitLarge &&

@@ -112,6 +112,15 @@ def one_warpgroup_cases() -> list[Case]:
     ]
 
 
+def shared_key_cases() -> list[Case]:
+    """Backwards that store dq, with two warpgroups that share the keys, or have keys of their own."""
+    return [
+        dense(3, 130, 128, 2, 2, 80, causal=True),
+        dense(2, 65, 100, 4, 2, 96, dtype="fp16", dlse=True),
+        dense(3, 130, 200, 2, 2, 56),
+    ]
+
+
 def packed_short_cases() -> list[Case]:
     """Backwards that store dq of sequences with at most 128 keys and add that of others (stores_dq())."""
     lens = [64, 1, 0, 130, 17, 90]
@@ -212,9 +221,9 @@ def sanitizer_modifier_cases() -> list[Case]:
 
 
 def short_cases() -> list[Case]:
-    """Sequences of at most 64 queries and keys, for targets with kernels of their own for them."""
+    """Sequences of at most 80 queries and keys, for targets with kernels of their own for them."""
     found = []
-    for i, head_dim in enumerate((32, 64, 128)):
+    for i, head_dim in enumerate((32, 64, 80, 128)):
         common = {"batch": 3, "num_heads": 2, "num_heads_k": 2, "deterministic": i % 2 == 0}
         found.append(Case(seqlen_q=49, seqlen_k=64, head_dim=head_dim, causal=True, **common))
         odd = {"head_dim": head_dim - 3, "layout": "odd", "dout_layout": "odd"}
@@ -224,9 +233,12 @@ def short_cases() -> list[Case]:
             case = Case(seqlen_q=49, seqlen_k=(49, 61)[j % 2], head_dim=head_dim - j, **common)
             case = case.replace(causal=j % 2 == 0, dtype=("bf16", "fp16")[(i + j) % 2])
             found.append(case.replace(mods=mods))
-    # Above head_dim 128 backwards have at most 32 queries and keys.
     wide = Case(batch=3, seqlen_q=20, seqlen_k=31, num_heads=2, num_heads_k=2, head_dim=256)
     found += [wide.replace(seqlen_q=9, seqlen_k=16), wide.replace(mods=("bias_1hqk_odd", "drop0.5"))]
+    found.append(wide.replace(seqlen_q=64, seqlen_k=49, mods=("bias_1hqk_odd", "drop0.5")))
+    for head_dim in (32, 64, 77):
+        tall = Case(batch=3, seqlen_q=77, seqlen_k=80, num_heads=2, num_heads_k=2, head_dim=head_dim)
+        found.append(tall.replace(causal=head_dim == 64, mods=("bias_bhqk_odd", "softcap")))
     return found
 
 
@@ -536,6 +548,7 @@ def groups_of(target: Target) -> list[tuple[str, Target, list[AnyCase]]]:
             (", packed and short", TARGETS["sm90-short"].asking(row=WHOLE_KEYS), packed_short_cases()),
             (", of one warpgroup", one_warpgroup(1), one_warpgroup_cases()),
             (", of one warpgroup, shared out", one_warpgroup(2), [dense(2, 300, 100, 2, 2, 64)]),
+            (", of shared keys", TARGETS["sm90-short"].asking(row="sm90.bwd.dq_stored"), shared_key_cases()),
             (", of few rows", on_one_multiprocessor(target), few_row_cases()),
             (", in two kernels", target, two_kernel_cases()),
             (", in tall tiles", target.asking(fwd_block_m=192, wide_tiles=0), tall_cases()),

@@ -238,7 +238,7 @@ def short_cases() -> list[Case]:
     found.append(wide.replace(seqlen_q=64, seqlen_k=49, mods=("bias_1hqk_odd", "drop0.5")))
     for head_dim in (32, 64, 77):
         tall = Case(batch=3, seqlen_q=77, seqlen_k=80, num_heads=2, num_heads_k=2, head_dim=head_dim)
-        found.append(tall.replace(causal=head_dim == 64, mods=("bias_bhqk_odd", "softcap")))
+        found.append(tall.replace(causal=head_dim == 64, mods=("bias_bhqk_odd", "softcap2")))
     return found
 
 

@@ -99,7 +99,9 @@ def measure_constant(sizes: Sizes, paths: list[str], device: torch.device) -> It
             for dtype in (torch.bfloat16, torch.float16):
                 like = {"device": device, "dtype": dtype}
                 q, k = (torch.randn(4, n, 2, d, **like) for n in (256, keys))
-                v = torch.randn(1, 1, 2, d, **like).expand(4, keys, 2, d).contiguous()
+                # Powers of two: the numbers below them are half as far, so that an error shows there first.
+                v = torch.randint(-3, 4, (1, 1, 2, d), device=device).exp2().to(dtype)
+                v = v.expand(4, keys, 2, d).contiguous()
                 for path in paths:
                     off = ulps(flash_ext.attention(q, k, v, backend=path), v[:, :1])
                     yield {

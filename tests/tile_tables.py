@@ -29,7 +29,7 @@ int part_of(const BwdTile& b) { return b.part_m < b.block_m ? b.part_m : b.block
 void put_fused(const char* scores, int d, int block_n, const sm90::BwdTile& t, int ds_stages, int bytes) {
   std::printf("bwd_fused|%s|%d|%d|%d|%s|%d|%d|%s|%d\n", scores, d, t.kBlockM, block_n,
               t.groups == 1 ? "one" : t.independent ? "independent" : "cooperative", t.stages, ds_stages,
-              t.staged ? "yes" : "no", bytes);
+              t.staged && !t.stores_dq ? "yes" : "no", bytes);
 }
 void put_modified(int d, const sm90::FwdModTile& t, const char* beside) {
   std::printf("fwd_mod_sm90|%d|%d|%d|%d|%d|%s|%s|%d|%d\n", d, t.plain().block_m(), t.block_n, t.kv_stages,

@@ -80,7 +80,7 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const TileSource& src, 
   using Tile = SmemTile<kCols>;
   if (src.aligned) {
     // A thread keeps its chunk and steps down the rows: one 64-bit addition a copy. A power of two of rows a
-    // step that divides them keeps the swizzle cheap; with 12 or 24 chunks, or 80 rows, some threads have nothing to do.
+    // step that divides them keeps the swizzle cheap; with 10, 12 or 24 chunks some threads may have nothing to do.
     constexpr int kDivides = kRows & -kRows, kFits = kFloorPowerOfTwo<kThreads / Tile::kChunks>;
     constexpr int kRowStep = kFits < kDivides ? kFits : kDivides;
     static_assert(kRows % kRowStep == 0);

@@ -13,8 +13,8 @@ inline bool has_few_tiles(const Problem& p, const DeviceInfo& d) {
 }
 
 // Whether all keys of a sequence lie in one block: what a step gives of dQ is then all of it, and is stored at once,
-// without sums in memory, a pass that zeroes and one that converts. Calls without modifiers take this kernel for it, in
-// which both warpgroups have keys. Evidence: whole-keys, grid.
+// without sums in memory, a pass that zeroes and one that converts. Calls without modifiers take this kernel for it as well
+// (prefers_whole_keys()), in which both warpgroups have keys. Evidence: whole-keys, grid.
 inline bool has_whole_keys(const Problem& p, const Constraints& c) {
   return c.short_kernels && !p.is_varlen() && p.seqlen_k <= bwd_mod_tile(64, false).block_n() &&
          std::max(p.head_dim, p.head_dim_v) <= 128;
@@ -36,14 +36,6 @@ inline bool has_stored_dq(const Problem& p, const Constraints& c, bool wide) {
   const bool has_room = p.seqlen_q / BwdTile::kBlockM < kStoredTiles - 1 && p.num_heads < 128 * p.num_heads_k;
   return p.seqlen_k <= stored_tile(size).block_n() && (size <= 64 || (!wide && has_room));
 }
-// Few sequences above head_dim 64, whose queries are shared out, and up to it what is neither stored_short_tile()'s.
-inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Constraints& c, bool wide) {
-  if (c.dq_pool || (!c.q_splits && has_few_tiles(p, d))) return false;
-  const bool has_columns = std::max(p.head_dim, p.head_dim_v) > 64 && has_stored_dq(p, c, wide);
-  const bool is_many = !d.batch_invariant && make_grid(p, d, false, 128).ctas >= d.num_sms;
-  return !has_columns || !is_many || c.q_splits.value_or(1) > 1;
-}
-
 // The same with one warpgroup that has all keys of a sequence, or of packed ones on average.
 inline bool has_stored_short(const Problem& p) {
   const int64_t keys = stored_short_tile(padded_head_dim(p.head_dim, p.head_dim_v)).block_n();
@@ -136,6 +128,16 @@ inline int q_splits_of(const Problem& p, const DeviceInfo& d, const Constraints&
     return rounds * (2 * ((steps + splits - 1) / splits) + 3) + (splits > 1 ? 6 : 0);  // in half steps
   };
   return fastest_splits(steps, 0.95, time_of);
+}
+
+// Whether the kernel with modifiers stores dQ of a plain call. From head_dim 65 to 96 the kernel without them is faster but
+// where queries are shared out, and has dQ in 16 bits alone; whichever runs, results have the same bits. Evidence: whole-keys.
+inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Constraints& c, bool wide) {
+  const bool few = has_few_tiles(p, d);  // where the number of parts is asked for, they still run here
+  if (c.dq_pool || (few && !c.q_splits)) return false;
+  if (few || std::max(p.head_dim, p.head_dim_v) <= 64 || !has_stored_dq(p, c, wide)) return true;
+  const int64_t tiles = make_grid(p, d, false, stored_tile(96).block_n()).ctas;
+  return q_splits_of(p, d, c, tiles, has_unequal_tiles(p)) > 1;
 }
 
 // Whether additions to dQ in a fixed order are faster than others, so that calls get them that did not ask: their first

@@ -69,7 +69,7 @@ const char* suffix_of(const Launch& l) {
     case KernelId::kBwdFused90:
       return l.dq == DqMode::kOrdered   ? "_det"
              : l.dq == DqMode::kPool    ? "_pool"
-             : l.dq == DqMode::kStored  ? (l.block_n > 128 ? "_stored" : "_stored1")
+             : l.dq == DqMode::kStored  ? (l.threads > 256 ? "_stored" : "_stored1")
              : l.dq == DqMode::kDivided ? "_divided"
                                         : "";
     case KernelId::kBwdDkdvShort90: return "_dkdv";

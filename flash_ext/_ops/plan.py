@@ -43,7 +43,7 @@ _CONSTRAINTS = (
 _CACHES = ("pages", "entries", "rows")
 _EIGHT_BITS = ("e4m3", "int8")
 _WORDS = (
-    "fwd", "bwd", "causal", "packed", "deterministic", "float16", "bfloat16", "without_qkv",
+    "fwd", "bwd", "causal", "packed", "deterministic", "float16", "bfloat16", "without_qkv", "wide",
     "seqused", "slot_factors", *_CACHES, *_EIGHT_BITS,
 )  # fmt: skip
 
@@ -80,7 +80,7 @@ def plan(text: str) -> dict[str, Any]:
             "any_fp8", of what Fp8Inputs.of does, and where the largest scores are asked for. "seqused" beside
             one of these: how many keys a sequence has is on the device alone (seqused_k).
             Backwards: alibi, the biases, relative and sinks followed by _gradient want that gradient as well;
-            "without_qkv" wants no others.
+            "without_qkv" wants no others; "wide" has dq, dk and dv in fp32.
             Keys in a cache: "pages" (page_size=N), "entries" (one a sequence) or, with "packed", "rows", of
             16 bits or "e4m3" or "int8". K is the room of a sequence, max_seqlen=Q/K are bounds that the call
             gives, and modifiers are softcap, alibi, the biases, relative, the masks and paddings, documents,
@@ -150,6 +150,7 @@ def plan(text: str) -> dict[str, Any]:
         max_seqlen=_pair(numbers["max_seqlen"]),
         own_lengths="seqused" in words,
         slot_factors="slot_factors" in words,
+        wide="wide" in words,
     )
     return {"call": text, "gpu": gpu or "GPU 0", **found}
 

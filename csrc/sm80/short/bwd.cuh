@@ -9,7 +9,7 @@
 //
 // Shared memory:
 //   Q, K, V, dO  [R][D]
-//   O [R][D], then P, dS [R queries][R keys, a multiple of 32] in its place
+//   O [R][D], then P, dS [R queries][R keys] in its place
 //   stats        [R] (lse * log2 e, delta)
 //   bias         [R][R] in fp32 where there is one (own_bias.cuh); while no head is worked on, sums of its gradient
 #pragma once

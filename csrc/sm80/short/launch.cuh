@@ -15,9 +15,7 @@ std::string at_short_rows(DType dtype, const Launch& l, const Launcher& launch) 
     if constexpr (kMostRows > 64) {
       if (l.block_m == 80) return launch.template operator()<ShortTraits<E, D, 80>>();
     }
-    if constexpr (kMostRows >= 64) {
-      if (l.block_m == 64) return launch.template operator()<ShortTraits<E, D, 64>>();
-    }
+    if (l.block_m == 64) return launch.template operator()<ShortTraits<E, D, 64>>();
     return launch.template operator()<ShortTraits<E, D, 32>>();
   });
 }

@@ -15,10 +15,11 @@ inline constexpr int kDqConvertThreads = 128;  // a warp for 16 of the 64 rows o
 struct BwdTile {
   bool independent;
   int stages;   // tiles of Q and of dO in the ring
-  bool staged;  // dQ leaves through shared memory, else from registers
+  bool
+      staged;  // dQ that is added, and of cooperating warpgroups dK and dV, leave through shared memory, else from registers
   bool makes_dq = true;
   bool stores_dq = false;  // a block has all keys; independent warpgroups add their parts of dQ in shared memory
-  int groups = 2;      // consumer warpgroups
+  int groups = 2;  // consumer warpgroups
   int key_blocks = 2;  // of 64 keys, that an independent warpgroup has
 
   static constexpr int kBlockM = 64, kDsBytes = kBlockM * 128 * 2;  // dS of 128 keys
@@ -99,7 +100,7 @@ struct DqPool {
   static constexpr int kRounds = 4;
 
   int round_heads = 0;  // key heads; 0: no pool, every head has its own accumulators
-  int rounds = 0;       // that have a place
+  int rounds = 0;  // that have a place
   int all_rounds = 0;
   int heads_in_group = 0;  // of the grid
 

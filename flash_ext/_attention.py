@@ -42,7 +42,7 @@ class AuxRequest(NamedTuple):
 
     Attributes:
         lse: the logsumexp of every row, within 1e-5 of the exact one of the scores for random data of up to 4
-            million keys (up to 2e-3 off where nearly all of so many weigh the same); a softcap adds 1e-7 of a
+            million keys (up to 3e-3 off where nearly all of so many weigh the same); a softcap adds 1e-7 of a
             score on "sm90" where scores are below 3/4 of a cap up to 100, else up to 3e-7 of the cap. It
             carries a gradient. No call makes one that neither its caller nor a gradient needs.
         max_scores: the largest final score of every row, after biases, sinks not counted, within 1e-6 of

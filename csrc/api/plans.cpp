@@ -233,6 +233,9 @@ void check_request(const Request& r, const NamedModifiers& named) {
   if (r.has_slot_factors && (r.cache == nullptr || in_16_bits)) {
     throw py::value_error("factors of slots go with a cache of 8 bits");
   }
+  if (r.wide && !is_backward) {
+    throw py::value_error("wide goes with bwd: forwards have one plan for an out of any dtype");
+  }
   if (!r.need_qkv && !(is_backward && named.wants_gradient())) {
     throw py::value_error("without gradients of q, k and v a backward must want another one, as bias_gradient");
   }

@@ -125,7 +125,7 @@ void build_fused(Req r, Dev d, Plan& p) {
                                   : sm90::bwd_grid(x, d, t.block_n(), kOrdered);
   p.dq_pool = pool;
   const bool unvisited = kStored && !sm90::visits_all_queries(x, {});
-  const bool own_stats = kShort && size == 64 && !x.is_varlen() && !unvisited && r.has_tma_out;
+  const bool own_stats = kShort && size <= sm90::kOwnStatsHeadDim && !x.is_varlen() && !unvisited && r.has_tma_out;
   if (!own_stats) push_row_stats(r, d, p, KernelId::kRowStatsAndZero90, size, size, sm90::BwdTile::kBlockM, kDq);
   p.main = p.num_launches;
   Launch& l = p.push(main_of(KernelId::kBwdFused90, size, size, sm90::BwdTile::kBlockM, t.block_n(), t.stages,

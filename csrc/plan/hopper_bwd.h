@@ -136,7 +136,8 @@ inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Cons
   const bool few = has_few_tiles(p, d);  // where the number of parts is asked for, they still run here
   if (c.dq_pool || (few && !c.q_splits)) return false;
   if (few || std::max(p.head_dim, p.head_dim_v) <= 64 || !has_stored_dq(p, c, wide)) return true;
-  const int64_t tiles = make_grid(p, d, false, stored_tile(96).block_n()).ctas;
+  const int size = padded_head_dim(p.head_dim, p.head_dim_v);
+  const int64_t tiles = make_grid(p, d, false, stored_tile(size).block_n()).ctas;
   return q_splits_of(p, d, c, tiles, has_unequal_tiles(p)) > 1;
 }
 

@@ -267,6 +267,7 @@ def test_deterministic_backwards_never_add_in_any_order(pretended_gpu) -> None:
                              ("bwd softcap_gradient", "unknown modifier 'softcap_gradient'"),
                              ("bwd without_qkv bias", "must want another one, as bias_gradient"),
                              ("fwd bias_gradient without_qkv", "must want another one, as bias_gradient"),
+                             ("fwd wide", "wide goes with bwd"),
                              ("fwd tree", "tree goes with a cache alone"),
                              ("fwd pages blocks", "blocks does not go with a cache"),
                              ("fwd pages fp8", "the fp8 forward has no cache"),

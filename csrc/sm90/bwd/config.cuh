@@ -111,13 +111,12 @@ struct BwdTraits {
   static constexpr bool kDivides = kDq == DqKind::kDivided;
   static constexpr bool kUnits = kDq == DqKind::kStoredShort;  // of heads may be given out together
   // From tiles of dO and of `out`, which has the place of the dS of its step.
-  static constexpr bool kMayMakeStats = kDq == DqKind::kStoredShort && D <= 64;
+  static constexpr bool kMayMakeStats = kDq == DqKind::kStoredShort && D <= kOwnStatsHeadDim;
   static constexpr bool kPool = kDq == DqKind::kUnordered || kDivides;  // may have its accumulators in a pool
   static constexpr bool kMakesDq = kDq != DqKind::kElsewhere,
                         kStores = kDq == DqKind::kStored || kDq == DqKind::kStoredShort;
   // Tiles of a work tile still to load when the next one is fetched: one fetched early is kept from a CTA that is free
-  // before, and additions in order want work tiles to begin in the order in which they
-  // are fetched.
+  // before, and additions in order want work tiles to begin in the order in which they are fetched.
   static constexpr int kFetchAhead = 2;
   static constexpr int kHeadDim = D;
   static constexpr BwdTile kTile = kDq == DqKind::kStoredShort ? stored_short_tile(D)

@@ -100,8 +100,8 @@ __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t s
         const BwdWorkTile& now = read_again();
         StridedView half = p.dq;  // this warpgroup's columns
         half.ptr = static_cast<char*>(half.ptr) + group * 64 * 2;
-        half.is_float =
-            false;  // the plan says so: code for both would be called, and a call serialises products (C7510)
+        // The plan says so: code for both would be called, and a call serialises products (C7510).
+        half.is_float = false;
         store_rows<E>(half, now.w.b, now.w.q, now.w.h * heads + tile_before / kStoredTiles, dq, r.softmax_scale,
                       r.head_dim - group * 64, tile_before % kStoredTiles * kM + row, lane);
       } else {

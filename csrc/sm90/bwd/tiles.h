@@ -14,9 +14,8 @@ inline constexpr int kDqConvertThreads = 128;  // a warp for 16 of the 64 rows o
 // multiprocessor.
 struct BwdTile {
   bool independent;
-  int stages;   // tiles of Q and of dO in the ring
-  bool
-      staged;  // dQ that is added, and of cooperating warpgroups dK and dV, leave through shared memory, else from registers
+  int stages;  // tiles of Q and of dO in the ring
+  bool staged;  // added dQ, and dK and dV of cooperating warpgroups, leave through shared memory, else from registers
   bool makes_dq = true;
   bool stores_dq = false;  // a block has all keys; independent warpgroups add their parts of dQ in shared memory
   int groups = 2;  // consumer warpgroups
@@ -69,6 +68,8 @@ constexpr BwdTile stored_tile(int d) {
 // The same for sequences that one warpgroup has, of at most 128 keys, or 64 above head_dim 64. Packed ones that have more add
 // to sums in memory.
 constexpr BwdTile stored_short_tile(int d) { return {true, 2, false, true, true, 1, d <= 64 ? 2 : 1}; }
+// Dense calls up to this head_dim need no launch for delta: `out` fits the place of dS in that tile.
+inline constexpr int kOwnStatsHeadDim = 64;
 
 // The hardware keeps 1 KB for each CTA.
 static_assert(stored_tile(64).smem_bytes(64) <= kSmemLimitLarge && stored_tile(96).smem_bytes(96) <= kSmemLimitLarge &&

@@ -1,5 +1,5 @@
 """Counts what compute-sanitizer found, by kind, kernel and place in the source:
-``python -m tests.tools.sanitizer_summary LOG``.
+``python -m tests.tools.sanitizer_summary LOG``. Exit status 1: the tool printed less than it found.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ FINDING = re.compile(
     r"|.*[Rr]ace reported between .*)"
 )
 PLACE = re.compile(r"=========\s+(?:at |and )?(?:\w+ access (?:by .* )?at )?(.*flash_ext.*)")
+OVERFLOW = "Error buffer overflow"
 LOCATION = re.compile(r"\+(0x[0-9a-f]+)(?: in (\S+))?")
 
 
@@ -38,6 +39,18 @@ def summary(lines: list[str]) -> Counter[tuple[str, str, str]]:
     return found
 
 
+def overflows(lines: list[str]) -> Counter[str]:
+    """Kernels to how many of their launches had more findings than the tool kept."""
+    found: Counter[str] = Counter()
+    kernel = ""
+    for line in lines:
+        if match := PLACE.match(line):
+            kernel = kernel_of(match.group(1)).split("<")[0]
+        elif OVERFLOW in line and kernel:
+            found[kernel] += 1
+    return found
+
+
 def main() -> int:
     lines = Path(sys.argv[1]).read_text(errors="replace").splitlines()
     found = summary(lines)
@@ -47,7 +60,12 @@ def main() -> int:
     print(f"{sum(found.values())} findings of {len(found)} kinds; {cases} cases")
     said = ("ERROR SUMMARY", "RACECHECK SUMMARY", "Error:")
     print("\n".join([line for line in lines if any(word in line for word in said)][-5:]))
-    return 0
+    for kernel, count in overflows(lines).most_common():
+        print(f"of {count} launches of {kernel} more than the tool kept")
+    missing = [line for line in lines if "errors were not printed" in line]
+    if missing:
+        print(f"NOT COMPLETE: {missing[-1]}")
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ https://github.com/zhuzilin/ring-flash-attention; Jacobs et al. 2023, https://ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -164,8 +165,7 @@ def ring_attention(
     document_ids = _ids_of(mask, q)
     options = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
     plan = _Plan(rank, world, share, zigzag, left, right, options)
-    result: tuple[Tensor, Tensor] = _RingFunction.apply(q, k, v, document_ids, plan, group)
-    out, lse = result
+    out, lse = _ring(q, k, v, document_ids, plan, group)
     if return_aux is None:
         return out
     return out, AuxOutput(lse if return_aux.lse else None)
@@ -309,6 +309,9 @@ class _RingFunction(torch.autograd.Function):
         return _or_zeros(dq, q, lse.dtype).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
+_ring: Callable[..., tuple[Tensor, Tensor]] = _RingFunction.apply
+
+
 def _add(total: Tensor | None, like: Tensor, at: slice, part: Tensor) -> Tensor:
     """``part`` added to a sum of the shape of ``like``; None: of nothing so far."""
     if total is None and part.shape == like.shape:
@@ -410,11 +413,10 @@ def ulysses_attention(
     if document_ids is not None:
         mask = for_one_call(Documents(gather_sequence(document_ids, group, zigzag=False)))
     out = attention(
-        *(_Exchange.apply(t, group, True) for t in (q, k, v)), causal=causal, window_size=window_size,
+        *(_exchange(t, group, True) for t in (q, k, v)), causal=causal, window_size=window_size,
         scale=scale, mask=mask, softcap=softcap, deterministic=deterministic,
     )  # fmt: skip
-    result: Tensor = _Exchange.apply(out, group, False)
-    return result
+    return _exchange(out, group, False)
 
 
 class _Exchange(torch.autograd.Function):
@@ -428,6 +430,9 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _exchanged(grad, ctx.group, not ctx.to_heads), None, None
+
+
+_exchange: Callable[..., Tensor] = _Exchange.apply
 
 
 def _exchanged(t: Tensor, group: Group, to_heads: bool) -> Tensor:

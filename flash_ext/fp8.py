@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -382,7 +383,7 @@ def attention_fp8(
     if x._originals is None:
         out, lse, row_max = _forward(x, sinks, options, wants)
     else:
-        out, lse, row_max = _StraightThrough.apply(*x._originals, sinks, x, options, wants)
+        out, lse, row_max = _straight_through(*x._originals, sinks, x, options, wants)
     if return_aux is None:
         return out
     return out, AuxOutput(lse if wants[0] else None, row_max if wants[1] else None)
@@ -418,8 +419,7 @@ class _StraightThrough(torch.autograd.Function):
         wants: Any,
     ) -> Any:
         ctx.save_for_backward(q, k, v, sinks)
-        ctx.bounds, ctx.options = (x.cu_seqlens_q, x.cu_seqlens_k), options
-        ctx.wants_lse = wants[0]
+        ctx.bounds, ctx.options, ctx.wants_lse = (x.cu_seqlens_q, x.cu_seqlens_k), options, wants[0]
         out, lse, row_max = _forward(x, sinks, options, wants)
         ctx.mark_non_differentiable(row_max)
         return out, lse, row_max
@@ -445,6 +445,9 @@ class _StraightThrough(torch.autograd.Function):
             dsinks = terms.sum(-1) if terms.dim() == 2 else terms.sum((0, -1))
         tensors = (dout, q, k, v, out, lse, dlse_or_none, *ctx.bounds)
         return *torch.ops.flash_ext.bwd.default(*tensors, *options), dsinks, None, None, None
+
+
+_straight_through: Callable[..., tuple[Tensor, Tensor, Tensor]] = _StraightThrough.apply
 
 
 # ---- checks ----------------------------------------------------------------------------------------------

@@ -289,6 +289,7 @@ def turn(name: Path, alone: bool) -> Iterator[None]:
     """Holds a lock that others may share, or with ``alone`` nobody.
 
     Who waits to be alone holds the gate, behind which newcomers queue: else there would always be another.
+    The kernel wakes who waits; the locks of filelock that can be shared poll a database, or files.
     """
     with name.with_suffix(".gate").open("w") as gate, name.with_suffix(".room").open("w") as room:
         fcntl.flock(gate, fcntl.LOCK_EX)

@@ -7,6 +7,7 @@ functions, which call the same operators. vmap alone takes the operators, which 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -57,13 +58,15 @@ class AttentionFunction(torch.autograd.Function):
         return *grads, None, None, *(None for _ in ctx.options)
 
 
+_attention: Callable[..., tuple[Tensor, Tensor]] = AttentionFunction.apply
+
+
 def apply_under_transforms(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """:class:`AttentionFunction` with the operator's arguments.
 
     Autocast happens here, before anything is saved, as it does above the C++ function.
     """
-    result: tuple[Tensor, Tensor] = AttentionFunction.apply(*cast_as_autocast(q, k, v), *rest)
-    return result
+    return _attention(*cast_as_autocast(q, k, v), *rest)
 
 
 class ModifiedAttentionFunction(torch.autograd.Function):
@@ -96,7 +99,7 @@ class ModifiedAttentionFunction(torch.autograd.Function):
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *modifier_tensors = ctx.saved_tensors
         need_q, need_k, need_v, *_ = ctx.needs_input_grad
         needs = [need_q or need_k or need_v, *(ctx.needs_input_grad[at] for at in (BIAS, SLOPES, SINKS))]
-        found = ModifiedGradientFunction.apply(
+        found = _modified_gradient(
             torch.zeros_like(out) if dout is None else dout, q, k, v, out, lse, dlse, cu_seqlens_q,
             cu_seqlens_k, *ctx.numbers, *modifier_tensors, *ctx.modifier_numbers, *needs, *ctx.flags,
         )  # fmt: skip
@@ -128,6 +131,10 @@ class ModifiedGradientFunction(torch.autograd.Function):
         )
 
 
+_modified_attention: Callable[..., tuple[Tensor, Tensor, Tensor]] = ModifiedAttentionFunction.apply
+_modified_gradient: Callable[..., tuple[Tensor, ...]] = ModifiedGradientFunction.apply
+
+
 def apply_modified_under_transforms(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """:class:`ModifiedAttentionFunction` with the operator's arguments, cast as autocast would."""
     q, k, v = cast_as_autocast(*args[:3])
@@ -135,8 +142,7 @@ def apply_modified_under_transforms(*args: Any) -> tuple[Tensor, Tensor, Tensor]
     bias = BIAS - 3
     if rest[bias] is not None and rest[bias].dtype not in (torch.float32, q.dtype):
         rest[bias] = rest[bias].float()
-    result: tuple[Tensor, Tensor, Tensor] = ModifiedAttentionFunction.apply(q, k, v, *rest)
-    return result
+    return _modified_attention(q, k, v, *rest)
 
 
 def cast_as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,31 @@ def test_stored_results_can_be_read():
     """Every run that the project keeps, with this version of the programs."""
     stored = sorted((ROOT / "bench" / "results").glob("*/*.json.gz"))
     kinds = {"headline", "headline-sm80", "features", "around", "shapes", "two-kernels", "fp16", "fp8"}
+    kinds |= {"models", "models-short"}
     runs = [path for path in stored if path.name.split(".")[0] in kinds]
     assert runs and all(Results.from_json(stored_text(path)).rows for path in runs)
     training = [path for path in stored if path.name.startswith("training")]
     assert training and all(TrainingResults.from_json(stored_text(path)).rows for path in training)
+
+
+def test_stored_files_are_compressed_and_listed():
+    """Listed in bench/results/README.md. Tables in plain text are not compressed."""
+    folder = ROOT / "bench" / "results"
+    stored = [path for path in folder.glob("*/*") if path.is_file()]
+    assert [path for path in stored if path.suffix not in (".gz", ".txt")] == []
+    listed = []
+    for line in (folder / "README.md").read_text(encoding="utf-8").splitlines():
+        if row := re.match(r"\| `(\d{4}-[\w-]+)` \| ((?:`[\w-]+`(?:, )?)+) \|", line):
+            listed += [f"{row[1]}/{name}" for name in re.findall(r"`([\w-]+)`", row[2])]
+    assert sorted(listed) == sorted(f"{path.parent.name}/{path.name.partition('.')[0]}" for path in stored)
+
+
+def test_short_runs_of_models_have_different_rows():
+    """Of a row the newest run stays."""
+    stored = (ROOT / "bench" / "results").glob("*/models-short.json.gz")
+    rows = [row for path in stored for row in Results.from_json(stored_text(path)).rows]
+    keys = [(row.case.name, row.direction, row.dtype) for row in rows]
+    assert len(set(keys)) == len(keys)
 
 
 def test_ours_has_one_name_and_each_column_its_own_colour():

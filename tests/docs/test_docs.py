@@ -16,6 +16,7 @@ import json
 import operator
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -61,8 +62,13 @@ def without_code(text: str) -> str:
     return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
 
 
+def all_blocks(path: Path) -> list[tuple[str, str]]:
+    """Language and text of each fenced block."""
+    return re.findall(r"^```(.*)\n((?:.*\n)*?)```$", text_of(path), re.M)
+
+
 def code_blocks(path: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text_of(path), re.M | re.S)
+    return [block for kind, block in all_blocks(path) if re.fullmatch(language, kind)]
 
 
 def section(path: Path, heading: str) -> str:
@@ -125,6 +131,8 @@ def test_named_commands_exist(path: Path) -> None:
 # ---- code ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.everywhere
+@pytest.mark.caching  # one captures a graph
 @each([path for path in DOCUMENTS if code_blocks(path, "python") and path not in INTEGRATIONS])
 def test_examples_run(path: Path) -> None:
     """All Python blocks of a document, in order, in one namespace."""
@@ -148,13 +156,45 @@ def test_reference_lists_what_the_package_shows() -> None:
 @each([README, *SITE])
 def test_every_code_block_runs(path: Path) -> None:
     """A block is Python, signatures, or lines of the README's script; others hold formulas and drawings."""
-    text = text_of(path)
-    blocks = re.findall(r"^```(.*)\n((?:.*\n)*?)```$", text, re.M)
-    assert 2 * len(blocks) == len(re.findall(r"^ *(?:```|~~~)", text, re.M))
+    blocks = all_blocks(path)
+    assert 2 * len(blocks) == len(re.findall(r"^ *(?:```|~~~)", text_of(path), re.M))
     kinds = {"python", "py", "", *(["sh"] if path == README else [])}
     assert {kind for kind, _ in blocks} <= kinds
-    commands = re.compile(r"^\s*(?:\$ |pip |python|make |import |from )", re.M)
-    assert not [block for kind, block in blocks if not kind and commands.search(block)]
+    commands = re.compile(r"^\s*(?:\$ |pip |python|make )", re.M)
+    bare = [block for kind, block in blocks if not kind]
+    assert not [block for block in bare if commands.search(block) or is_program(block)]
+
+
+STATEMENTS = (ast.Import, ast.ImportFrom, ast.Attribute, ast.keyword, ast.With, ast.For, ast.FunctionDef)
+
+
+def is_program(block: str) -> bool:
+    """Python that does something. Formulas assign, and call functions by position alone."""
+    try:
+        body = ast.parse(textwrap.dedent(block)).body
+    except SyntaxError:
+        return bool(re.search(r"^\s*(?:import|from) ", block, re.M))
+    calls = [node for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    return bool(calls) or any(isinstance(node, STATEMENTS) for tree in body for node in ast.walk(tree))
+
+
+@pytest.mark.parametrize(
+    ("block", "wanted"),
+    [
+        ("from flash_ext import masks\n...", True),
+        ("step()", True),
+        ("out = attention(q, k, v, mask=mask)", True),
+        ("    y = x.square()", True),
+        ("with graph:\n    y = x", True),
+        ("import torch\n$ not Python", True),
+        ("bytes = 8 * rows + (0 if deterministic else 4 * rows)", False),
+        ("s = softcap * tanh(s / softcap)", False),
+        ("s = scale * q . k        scale", False),
+        (" ring:  K0  K1  V0", False),
+    ],
+)
+def test_python_is_told_from_formulas(block: str, wanted: bool) -> None:
+    assert is_program(block) == wanted
 
 
 def test_signatures_of_masks_are_those_of_the_values() -> None:

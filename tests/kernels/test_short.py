@@ -100,16 +100,6 @@ def test_the_batch_does_not_choose(pretended_gpu, direction: str) -> None:
     assert len({plan(direction, 100, 100, batch=batch)["kernel"] for batch in (128, 4096)}) == 1
 
 
-def test_up_to_128_keys_need_no_dq_in_fp32(pretended_gpu) -> None:
-    """Up to head_dim 64 calls without modifiers take a kernel that stores dq at once."""
-    for keys, head_dim in itertools.product((77, 128, 257), (32, 64, 128)):
-        chosen = plan("bwd", 256, keys, head_dim=head_dim, head_dim_v=head_dim)
-        assert (chosen["kernel"] == "bwd_sm90_hd64_stored1") == (keys <= 128 and head_dim <= 64), chosen
-    rows = 64 * 4 * 256
-    assert plan("bwd", 256, 128, head_dim=64, head_dim_v=64)["workspace_bytes"] < 20 * rows
-    assert plan("bwd", 256, 257, head_dim=64, head_dim_v=64)["workspace_bytes"] > 256 * rows
-
-
 # --------------------------------------------------------------------------------------------------
 # Right at every edge
 
@@ -212,41 +202,19 @@ def test_stored_dq_of_shared_keys(target: Target, head_dim: int) -> None:
     run_cases(cases, target.asking(row="sm90.bwd.dq_stored"))
 
 
-def test_which_keep_dq_in_the_plain_kernel(pretended_gpu) -> None:
-    """From head_dim 65 to 96, but where queries are shared out, and gradients in fp32. The mode, in which
-    none are, takes one kernel for all."""
+def test_the_batch_invariant_mode_keeps_dq_in_the_plain_kernel(pretended_gpu) -> None:
+    """Calls whose queries are shared out elsewhere: in the mode none are."""
     sizes = dict(head_dim=80, head_dim_v=80)
-    stored, other = "sm90.bwd.dq_stored", "sm90.bwd.whole_keys"
-    for lengths, batch in (((128, 128), 64), ((128, 128), 32), ((300, 90), 64), ((4096, 77), 66)):
-        found = plan("bwd", *lengths, batch=batch, **sizes)
-        assert (found["row"], found["kernel"]) == (stored, "bwd_sm90_hd96_stored")
-        assert plan("bwd", *lengths, batch=batch, wide=True, **sizes)["row"] == other
-        assert plan("bwd", *lengths, batch=batch, wide=True, **sizes)["q_splits"] == 1  # the same order
-    for lengths, batch in (((4096, 77), 34), ((16384, 77), 34), ((1024, 77), 40)):
-        found = plan("bwd", *lengths, batch=batch, **sizes)
-        assert found["row"] == other and found["q_splits"] > 1
-        with TARGETS["cpu"].pretending(batch_invariant=1).active():
-            assert plan("bwd", *lengths, batch=batch, **sizes)["row"] == stored
-    assert plan("bwd", 128, 128, backend="sm90 q_splits=2", **sizes)["row"] == other
-    assert plan("bwd", 128, 128, head_dim=104, head_dim_v=80)["row"] == other
-    assert plan("bwd", 128, 129, **sizes)["row"] not in (stored, other)
-    assert plan("bwd", 128, 64, **sizes)["kernel"] == "bwd_sm90_hd96_stored1"
-    grouped = dict(batch=67, num_heads_k=2, backend=f"sm90 row={stored}", **sizes)
-    assert plan("bwd", 128, 128, num_heads=254, **grouped)["row"] == stored
+    with TARGETS["cpu"].pretending(batch_invariant=1).active():
+        for lengths, batch in (((4096, 77), 34), ((16384, 77), 34), ((1024, 77), 40)):
+            assert plan("bwd", *lengths, batch=batch, **sizes)["row"] == "sm90.bwd.dq_stored"
+
+
+def test_a_step_holds_head_and_tile() -> None:
+    """The number of a step has room for fewer heads of a group."""
+    words = "bwd batch=67 seqlen=128 heads=256/2 head_dim=80 sm90 row=sm90.bwd.dq_stored gpu=9.0/132"
     with pytest.raises(ValueError, match="no row"):
-        plan("bwd", 128, 128, num_heads=256, **grouped)  # a step's number would not hold head and tile
-
-
-def test_short_backwards_have_room_in_shared_memory() -> None:
-    """Where a multiprocessor has less than the tiles need, the portable kernels for any length run."""
-    of_80, of_256 = "batch=64 seqlen=77 heads=4 head_dim=80", "batch=64 seqlen=64 heads=4 head_dim=256 bias"
-    for text, rows in (
-        (f"bwd {of_80}", {"8.6/84": "sm80.bwd", "8.0/108": "sm80.bwd.short"}),
-        (f"bwd {of_80} bias", {"8.6/84": "sm80.bwd_mod", "9.0/132": "sm80.bwd_mod.short"}),
-        (f"bwd {of_256}", {"8.0/108": "sm80.bwd_mod", "9.0/132": "sm80.bwd_mod.short"}),
-    ):
-        for gpu, row in rows.items():
-            assert plan_of_words(f"{text} gpu={gpu}")["row"] == row, (text, gpu)
+        plan_of_words(words)
 
 
 @on_targets("sm90-short")

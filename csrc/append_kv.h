@@ -30,8 +30,8 @@ struct AppendEnds {
   int32_t batch = 0;
   const int32_t* table = nullptr;  // (batch, max_pages), rows table_stride apart; null: sequence b has page b
   int64_t table_stride = 0;
-  // The table has one page a sequence, an entry of a dense cache: of several sequences with one entry the first has it, where
-  // any token is new. The others, and those whose entry is not there, have no keys.
+  // The table has one page a sequence, an entry of a dense cache: of several sequences with one entry the first has it,
+  // where any token is new. The others, and those whose entry is not there, have no keys.
   bool of_entries = false;
   int32_t num_pages = 0;
   int32_t room = 0;  // of a sequence
@@ -65,8 +65,8 @@ struct AppendParams {
   Rotary rotary;
   AppendEnds ends;
   TurnedQueries queries;
-  // Of a cache of 8 bits. Factors of slots are written, a largest element at a time; others are given for each token and head,
-  // with batch_stride between tokens; with ends between sequences.
+  // Of a cache of 8 bits. Factors of slots are written, a largest element at a time; others are given for each token
+  // and head, with batch_stride between tokens; with ends between sequences.
   CacheType cache_type = CacheType::k16Bit;
   CacheFactors k_factors, v_factors;
   int64_t query_block = 0;  // the first thread block that turns queries; append_kv() sets it

@@ -1,5 +1,5 @@
-// A bias whose rows do not begin on 16 bytes: how it is copied so that they do, and which one is loose: Hopper kernels take it
-// as it is. No CUDA, no torch.
+// A bias whose rows do not begin on 16 bytes: how it is copied so that they do, and which one is loose: Hopper kernels
+// take it as it is. No CUDA, no torch.
 #pragma once
 
 #include <cstdint>
@@ -58,8 +58,8 @@ inline BiasView copied(const BiasView& x, const BiasRows& rows, const void* to) 
   return y;
 }
 
-// Whether kernels that know how take it as it is: with an entry of 16 bits for each score, a copy would move twice the bytes
-// that the kernel reads. Where heads or batch entries share one the copy is small.
+// Whether kernels that know how take it as it is: with an entry of 16 bits for each score, a copy would move twice the
+// bytes that the kernel reads. Where heads or batch entries share one the copy is small.
 inline bool is_loose(const BiasView& x, const Problem& p) {
   const bool is_whole = (x.head_stride > 0 || p.num_heads == 1) && (x.batch_stride > 0 || p.batch == 1) &&
                         x.rows == p.seqlen_q && x.cols == p.seqlen_k;

@@ -21,7 +21,7 @@ T* part_of(std::byte* workspace, const Part& part) {
 
 struct FwdCall {
   const Plan& plan;
-  FwdParams p;           // without p.schedule, which each launch sets
+  FwdParams p;           // without p.kept, which each launch sets
   Modifiers modifiers;   // of plain calls none
   std::byte* workspace;  // of plan.workspace.bytes, on 128 bytes, holding anything
   KvCache cache = {};    // of calls with a cache
@@ -65,8 +65,8 @@ template <auto kValue>
 struct Constant {};
 
 #ifdef FLASH_EXT_LEFT_OUT
-// No GPU that the build is for runs these kernels (csrc/build_backend/compile.py): the table is empty, and a launch from
-// it is refused in words.
+// No GPU that the build is for runs these kernels (csrc/build_backend/compile.py): the table is empty, and a launch
+// from it is refused in words.
 struct NoInstances {
   template <typename I>
   constexpr operator std::span<const I>() const {

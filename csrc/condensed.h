@@ -18,12 +18,12 @@ FLASH_EXT_HOST_DEVICE N divided_up(const N& n, int64_t by) {
 // columns a word, then for each group of rows the words that any row sees, then those that all see, then all bits once
 // more in mask tiles. Rows begin on 16 bytes.
 //
-// A mask tile has the bits of a group of 64 rows and 16 columns, as a warp of the Hopper backward holds its scores: bit 16 i
-// + 8 half + 2 j + c of word t is row 32 i + 8 j + 2 (t % 4) + c and column t / 4 + 8 half. The tiles of a group lie in a
-// row.
+// A mask tile has the bits of a group of 64 rows and 16 columns, as a warp of the Hopper backward holds its scores: bit
+// 16 i + 8 half + 2 j + c of word t is row 32 i + 8 j + 2 (t % 4) + c and column t / 4 + 8 half. The tiles of a group
+// lie in a row.
 //
-// Masks of fewer rows than a group have no tiles: kernels that read those do not run there. Where one column stands for all,
-// a row is a word of all bits or none, and the last dimension and the tiles are missing.
+// Masks of fewer rows than a group have no tiles: kernels that read those do not run there. Where one column stands for
+// all, a row is a word of all bits or none, and the last dimension and the tiles are missing.
 template <typename N>
 FLASH_EXT_HOST_DEVICE N summed_rows(const N& rows) {  // with those of its groups
   return rows + divided_up(rows, Modifiers::kMaskGroup) * 2;
@@ -54,8 +54,8 @@ FLASH_EXT_HOST_DEVICE N block_words(const N& blocks, const N& cols_of_block) {
   return divided_up(N(blocks * (cols_of_block / 16)), 32);
 }
 
-// Document ids (batch, length) or (length): (batch, ids_length) or (ids_length), the ids, then from ids_groups_at() on the
-// (smallest, largest) of each group. Pairs begin on 8 bytes.
+// Document ids (batch, length) or (length): (batch, ids_length) or (ids_length), the ids, then from ids_groups_at() on
+// the (smallest, largest) of each group. Pairs begin on 8 bytes.
 template <typename N>
 FLASH_EXT_HOST_DEVICE N ids_groups_at(const N& length) {
   return divided_up(length, 2) * 2;

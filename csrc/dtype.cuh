@@ -10,6 +10,17 @@
 
 namespace flash_ext {
 
+template <typename E>
+struct DTypeOf;
+template <>
+struct DTypeOf<__half> {
+  static constexpr DType value = DType::kFloat16;
+};
+template <>
+struct DTypeOf<__nv_bfloat16> {
+  static constexpr DType value = DType::kBFloat16;
+};
+
 // f.operator()<E>() with the type of `dtype`. No default: the build stops where a member of DType has no case.
 template <typename F>
 std::string dispatch_dtype(DType dtype, const F& f) {

@@ -1,7 +1,7 @@
 // What the fp8 forward takes beside FwdParams. No torch, no CUDA headers.
 //
-// q, k and v hold e4m3 (in mixed mode only v, and q and k have the problem's dtype). FwdParams::v then is transposed: its
-// rows are channels, and its columns keys, each sequence from a multiple of 16 on, in groups of 16 whose order is
+// q, k and v hold e4m3 (in mixed mode only v, and q and k have the problem's dtype). FwdParams::v then is transposed:
+// its rows are channels, and its columns keys, each sequence from a multiple of 16 on, in groups of 16 whose order is
 // kKeyOrder, with zeros behind the last key.
 #pragma once
 

@@ -53,15 +53,14 @@ struct FwdTile {
 };
 
 // More than `above` keys are taken in stretches that begin at multiples of `keys`. Tensor cores cut off what does not
-// fit their sums, to which they add 16 keys at a time: over 4 million keys that made the error of the output 2.3 (sm90)
-// and 4.2 (sm80) times that of a naive evaluation. Between stretches output, maximum and sum of a row are kept in
-// memory, where ordinary fp32 additions bring them together.
+// fit their sums, to which they add 16 keys at a time. Between stretches output, maximum and sum of a row are kept in
+// memory, where ordinary fp32 additions bring them together (docs/kernels.md#very-many-keys).
 struct Stretches {
   int above;
   int keys;
 };
-// Each CTA of the grid has a place, 1 GB for a million rows of 256 columns: so for lengths at which the error shows, and
-// not for more rows than this, over all heads.
+// Each CTA of the grid has a place, 1 GB for a million rows of 256 columns: so for lengths at which the error shows,
+// and not for more rows than this, over all heads.
 inline constexpr Stretches kStretchesSm80{1 << 19, 1 << 16};
 inline constexpr int64_t kStretchRowsSm80 = 1 << 18;
 constexpr int kept_floats_sm80(const FwdTile& t, int d) {  // of a CTA
@@ -253,6 +252,8 @@ struct SplitTile {
 
 inline constexpr int kSplitHeadDims[] = {64, 128, 256};
 inline constexpr int kMaxSplits = 256;
+// Columns that the kernel which adds parts up has in its smaller instance.
+inline constexpr int kMergedColumns = 256;
 
 constexpr int padded_split_head_dim(int head_dim, int head_dim_v) {
   const int d = std::max(head_dim, head_dim_v);

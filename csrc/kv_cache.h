@@ -19,7 +19,8 @@ struct KvCache {
 // Elements of k and v in a cache. Those of 8 bits stand for themselves times a factor.
 enum class CacheType : uint8_t { k16Bit, kE4m3, kInt8 };
 
-// The factors of k or v, one for each sequence and head or one for each slot and head. Strides count floats and may be 0.
+// The factors of k or v, one for each sequence and head or one for each slot and head. Strides count floats and may be
+// 0.
 struct CacheFactors {
   const float* ptr = nullptr;  // null: 1
   int64_t batch_stride = 0;    // of sequences, or of pages
@@ -32,8 +33,8 @@ struct QuantizedCache {
 };
 
 // How a call with a cache goes over the kernels, which each sequence chooses by the number of its own packed rows
-// (queries x query heads of a key head): up to 16, up to 64, more. The host knows bounds only, so it launches what may be
-// needed.
+// (queries x query heads of a key head): up to 16, up to 64, more. The host knows bounds only, so it launches what may
+// be needed.
 struct KvCacheGrid {
   int splits = 1;         // parts of the keys of a sequence, at most
   int keys_of_part = 0;   // batch-invariant mode: a part for so many keys
@@ -47,7 +48,8 @@ struct KvCacheGrid {
   int queries = 1;  // those are its queries, at most
   int64_t part_rows = 0;  // of all sequences: rows of one part
   int narrow_block_n = 0;  // keys of a block of the tile of 16 rows
-  // Of the kernel that takes more rows than the smallest tile has: its tile, and whether its maxima are in units of log2.
+  // Of the kernel that takes more rows than the smallest tile has: its tile, and whether its maxima are in units of
+  // log2.
   int tile_rows = 64, block_n = 64;
   bool scaled_maxima = false;
 };

@@ -1,5 +1,5 @@
-// Few queries of many keys: how CTAs share out the keys of a head. plan/split_kv.h decides into how many parts. No CUDA, no
-// torch.
+// Few queries of many keys: how CTAs share out the keys of a head. plan/split_kv.h decides into how many parts. No
+// CUDA, no torch.
 #pragma once
 
 #include <cstdint>

@@ -31,20 +31,21 @@ struct MaskTraits {
   bool hides;           // takes keys away; the others give back some that a window or causal took
   bool unequal;         // equal tiles of queries differ in work
   bool word_is_stored;  // the row word lies in memory as it is: the bit mask
+  bool over_caches;     // calls over a cache may ask for it
 };
 
 // Without a default: for a kind that is missing here this is no constant.
 constexpr MaskTraits traits_of(MaskKind kind) {
   using T = MaskTraits;
   switch (kind) {
-    case MaskKind::kChunk: return {T::kInterval, T::kNothing, true, true, false};
-    case MaskKind::kSinkTokens: return {T::kInterval, T::kNothing, false, false, false};
-    case MaskKind::kPrefix: return {T::kInterval, T::kPerSequence, false, true, false};
-    case MaskKind::kMask: return {T::kRowWord, T::kSummaries, true, true, true};
-    case MaskKind::kBlocks: return {T::kRowWord, T::kBlockMap, true, true, false};
-    case MaskKind::kHiddenKeys: return {T::kRowWord, T::kSummaries, true, true, false};
-    case MaskKind::kDocuments: return {T::kKeyWord, T::kSummaries, true, true, false};
-    case MaskKind::kHiddenRows: return {T::kKeyWord, T::kSummaries, true, true, false};
+    case MaskKind::kChunk: return {T::kInterval, T::kNothing, true, true, false, false};
+    case MaskKind::kSinkTokens: return {T::kInterval, T::kNothing, false, false, false, false};
+    case MaskKind::kPrefix: return {T::kInterval, T::kPerSequence, false, true, false, false};
+    case MaskKind::kMask: return {T::kRowWord, T::kSummaries, true, true, true, true};
+    case MaskKind::kBlocks: return {T::kRowWord, T::kBlockMap, true, true, false, false};
+    case MaskKind::kHiddenKeys: return {T::kRowWord, T::kSummaries, true, true, false, false};
+    case MaskKind::kDocuments: return {T::kKeyWord, T::kSummaries, true, true, false, true};
+    case MaskKind::kHiddenRows: return {T::kKeyWord, T::kSummaries, true, true, false, false};
     case MaskKind::kCount: break;
   }
   throw "a mask kind without traits";
@@ -117,6 +118,9 @@ inline constexpr MaskSet kMadeRowWords =
 // Intervals that are the same for all sequences.
 inline constexpr MaskSet kSharedIntervals = kinds_where(
     [](const MaskTraits& t) { return t.known_by == MaskTraits::kInterval && t.reads == MaskTraits::kNothing; });
+
+// Calls over a cache refuse the others.
+inline constexpr MaskSet kOverCaches = kinds_where([](const MaskTraits& t) { return t.over_caches; });
 
 // Tiles differ in work, so CTAs fetch them one by one.
 inline constexpr MaskSet kUnequalTiles = kinds_where([](const MaskTraits& t) { return t.unequal; });

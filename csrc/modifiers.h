@@ -36,8 +36,8 @@ struct BiasView {
   bool aligned = false;   // every row starts on a 16-byte boundary, and its elements are neighbours
   bool staged = false;    // aligned, of 16 bits: what is there may be copied as it is
   bool has_room = false;  // memory of the tensor goes on to the end of the last pair of elements
-  // Rows have an end, but do not begin on 16 bytes, as with 77 keys, or their elements are no neighbours. Kernels get a copy
-  // (bias_rows.h), but for those that take it as it is: the plan says so.
+  // Rows have an end, but do not begin on 16 bytes, as with 77 keys, or their elements are no neighbours. Kernels get a
+  // copy (bias_rows.h), but for those that take it as it is: the plan says so.
   bool is_unaligned = false;
   bool is_loose = false;  // plan() plans with the copy's view: the bias behind it is_loose() (bias_rows.h)
 };
@@ -121,15 +121,16 @@ struct Modifiers {
 
   float* row_max = nullptr;  // forward: like lse, largest score of a row; null: not wanted
 
-  // For each row of q, which of the newest keys of its sequence it sees: bit j is key j + seqlen_k - seqlen_q, and what lies
-  // before key 0 of those is seen. No MaskKind: calls over a cache alone have one, and other kernels do not ask for it.
+  // For each row of q, which of the newest keys of its sequence it sees: bit j is key j + seqlen_k - seqlen_q, and what
+  // lies before key 0 of those is seen. No MaskKind: calls over a cache alone have one, and other kernels do not ask
+  // for it.
   const uint64_t* tree = nullptr;
 
   static constexpr int kMaskGroup = 64;  // rows a summary word stands for
 };
 
-// What the gradient of a bias or of ALiBi slopes is summed into: a tensor (batch|1, h|1, rows|1, cols|1). That of a table
-// by distance has its entries as columns, and begins as zeros.
+// What the gradient of a bias or of ALiBi slopes is summed into: a tensor (batch|1, h|1, rows|1, cols|1). That of a
+// table by distance has its entries as columns, and begins as zeros.
 struct BiasGradient {
   void* out = nullptr;  // [splits][batch][heads][rows][cols], contiguous
   int32_t batch = 1;  // 1: summed over

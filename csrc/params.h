@@ -12,6 +12,15 @@ inline constexpr float kLog2e = 1.4426950408889634f;
 
 enum class DType : int32_t { kFloat16 = 0, kBFloat16 = 1 };
 
+// Whether the type holds numbers of 8 bits times factors of any size, as the slots of a cache have.
+constexpr bool holds_any_factor(DType t) {
+  switch (t) {
+    case DType::kFloat16: return false;
+    case DType::kBFloat16: return true;
+  }
+  throw "an element type without a range";
+}
+
 struct StridedView {
   void* ptr = nullptr;
   int64_t batch_stride = 0;
@@ -38,7 +47,7 @@ struct Problem {
   int64_t total_k = 0;
   const int32_t* cu_seqlens_q = nullptr;  // (batch + 1,) or null for dense
   const int32_t* cu_seqlens_k = nullptr;  // (batch + 1,) or null for dense
-  float softmax_scale = 1.f;
+  float scale = 1.f;
   int32_t window_left = -1;   // inclusive reach; -1 = unlimited
   int32_t window_right = -1;  // causal is window_right == 0
   // What TMA can address: rows of q, k and v start on 16 bytes, and rows are not expanded from one.
@@ -47,7 +56,7 @@ struct Problem {
   // Derived by prepare(); kernels read these, straight from the constant bank.
   int32_t reach_left = 0;     // window_left, kUnlimited when open
   int32_t reach_right = 0;    // window_right, kUnlimited when open
-  float scale_log2 = 0.f;     // softmax_scale * log2(e)
+  float scale_log2 = 0.f;     // scale * log2(e)
   float abs_scale_log2 = 0.f;  // its magnitude, 1 for scale 0: the forward's exponent factor
   // The forward looks for the largest raw dot product of a row, which is the largest score only when the
   // scale is positive; other scales are split into this factor (-1, or 0 for scale 0) and abs_scale_log2.
@@ -62,9 +71,9 @@ struct Problem {
   void prepare() {
     reach_left = window_left < 0 || window_left > kUnlimited ? kUnlimited : window_left;
     reach_right = window_right < 0 || window_right > kUnlimited ? kUnlimited : window_right;
-    scale_log2 = softmax_scale * kLog2e;
-    score_factor = softmax_scale > 0.f ? 1.f : softmax_scale < 0.f ? -1.f : 0.f;
-    abs_scale_log2 = softmax_scale == 0.f ? 1.f : scale_log2 * score_factor;
+    scale_log2 = scale * kLog2e;
+    score_factor = scale > 0.f ? 1.f : scale < 0.f ? -1.f : 0.f;
+    abs_scale_log2 = scale == 0.f ? 1.f : scale_log2 * score_factor;
   }
 };
 
@@ -75,7 +84,7 @@ struct FwdParams {
   StridedView v;    // (b, seqlen_k, h_k, dv) or (total_k, h_k, dv)
   StridedView out;  // (b, seqlen_q, h, dv)   or (total_q, h, dv)
   float* lse = nullptr;  // (b, h, seqlen_q) or (h, total_q), contiguous; natural log, -inf for empty rows
-  void* schedule = nullptr;  // a part of the workspace (plan.h), which a launch sets, or null
+  void* kept = nullptr;  // kv_partials or kv_stretches of the workspace (plan.h), which a launch sets, or null
   void* stream = nullptr;  // cudaStream_t
 };
 

@@ -31,7 +31,8 @@ const std::vector<Path>& gpu_paths();
 // "sm90, sm80, cpu": every name that `backend=` takes.
 std::string path_names();
 
-// What `backend=` says: a name, constraints, or both, as in "sm90", "kv_splits=4" and "sm90 row=sm90.bwd.dq_pool dq_pool=1".
+// What `backend=` says: a name, constraints, or both, as in "sm90", "kv_splits=4" and "sm90 row=sm90.bwd.dq_pool
+// dq_pool=1".
 struct Choice {
   std::string_view path;  // empty: any
   Constraints constraints;

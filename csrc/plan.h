@@ -1,5 +1,5 @@
-// What runs: plan(Request, DeviceInfo, Arch) -> Plan, a pure host function without CUDA or torch. The rows of the tables
-// (plan/fwd.cpp, plan/bwd.cpp) are in order: the first one that supports a request and is preferred for it runs.
+// What runs: plan(Request, DeviceInfo, Arch) -> Plan, a pure host function without CUDA or torch. The rows of the
+// tables (plan/fwd.cpp, plan/bwd.cpp) are in order: the first one that supports a request and is preferred for it runs.
 #pragma once
 
 #include <array>
@@ -34,8 +34,8 @@ struct Request {
   bool deterministic = false;  // dq, dk and dv repeat bit by bit
   bool has_tma_out = true;  // of backwards: TMA reads `out`
   bool wide = false;  // of backwards: dq, dk and dv are fp32
-  // Of backwards with modifiers: whether dq, dk and dv are wanted; gradients of a bias and of slopes, shapes only, without
-  // splits.
+  // Of backwards with modifiers: whether dq, dk and dv are wanted; gradients of a bias and of slopes, shapes only,
+  // without splits.
   bool need_qkv = true;
   const BiasGradient* dbias = nullptr;
   const BiasGradient* dslopes = nullptr;
@@ -48,8 +48,8 @@ struct Request {
   int64_t most_queries = 0, most_keys = 0;
 };
 
-// Which measurement justifies a row: the same ids head the lines of the table "Evidence" in docs/benchmarks.md. kNone: no
-// measurement chooses the row, which takes what those above it have left. A row with a preference has an id.
+// Which measurement justifies a row: the same ids head the lines of the table "Evidence" in docs/benchmarks.md. kNone:
+// no measurement chooses the row, which takes what those above it have left. A row with a preference has an id.
 enum class Evidence : uint8_t {
   kNone,
   kShort,
@@ -129,7 +129,7 @@ enum class KernelId : uint8_t {
 // stored because it is all there is, made by a kernel of its own, or added in any order by CTAs that divide work tiles.
 enum class DqMode : uint8_t { kNone, kAtomic, kOrdered, kPool, kStored, kElsewhere, kDivided };
 
-// What a kernel with modifiers is compiled for. A kernel has those that it needs.
+// What an instance is compiled for beside its sizes, mostly modifiers. A kernel has those that it needs.
 enum class ScoreVariant : uint8_t {
   kPlain,
   kHide,
@@ -148,10 +148,12 @@ enum class ScoreVariant : uint8_t {
   kAll,
   kMixed,  // of the fp8 forward: q and k have 16 bits
   kHalf,  // of the fp8 forward: scores are fp16
+  kStretches,  // of the portable forward: very many keys
+  kLatents,  // of the kernel that adds up parts of a cache: rows of up to 512 columns
 };
 
-// One launch: the instance (kernel, compiled head dims, variant) and its shape. A launcher adds pointers to it and chooses
-// nothing. Tiles are 0 in passes, shared memory is 0 where it is static.
+// One launch: the instance (kernel, compiled head dims, variant) and its shape. A launcher adds pointers to it and
+// chooses nothing. Tiles are 0 in passes, shared memory is 0 where it is static.
 struct Launch {
   KernelId kernel = KernelId::kNone;
   int16_t head_dim = 0, head_dim_v = 0;
@@ -165,6 +167,8 @@ struct Launch {
   bool pdl = false;  // programmatic launch: begins before the kernel in front of it has ended
   Grid grid;  // the order of work tiles; not of passes, short and split-KV kernels
   int unit_heads = 1;  // Hopper, short packed sequences: heads of a tile that are given out together
+  bool makes_stats = false;  // Hopper, backwards: row statistics, for which there is no pass
+  bool zeroes_half = false;  // Hopper, the pass that zeroes dq: of 64 columns the first 32, all that are added to
   int rotate = 0;  // Hopper: tiles by which a block of keys starts its walk later than the block before
   int bias_rows = 0;  // Hopper, forwards: of a tile of bias that TMA brings; 0: there is none
   RowRange rows;  // of forwards over a cache: which sequences

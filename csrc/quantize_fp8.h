@@ -25,8 +25,8 @@ struct RotaryRows {
   int32_t dim = 0;  // a multiple of 16
 };
 
-// From 16-bit q, k and v to what FwdParams and Fp8Operands point to, all contiguous. Packed sequences have one mean, and
-// one factor for each channel of v, for all of them; parts of the tensors outside sequences do not count.
+// From 16-bit q, k and v to what FwdParams and Fp8Operands point to, all contiguous. Packed sequences have one mean,
+// and one factor for each channel of v, for all of them; parts of the tensors outside sequences do not count.
 struct QuantizeFp8 {
   Problem problem;
   StridedView q, k, v;

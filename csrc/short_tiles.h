@@ -1,6 +1,6 @@
 // Sequences of at most 80 queries and keys: a CTA holds all of one head, and walks heads that share a bias. There are
-// kernels for 16, 32, 64 and, up to head_dim 128, 80 rows: a larger CTA leaves warps and memory idle where there are fewer.
-// Which calls run so, and how their heads are shared out, for the host and the kernels alike. No CUDA, no torch.
+// kernels for 16, 32, 64 and, up to head_dim 128, 80 rows: a larger CTA leaves warps and memory idle where there are
+// fewer. Which calls run so, and how their heads are shared out, for the host and the kernels alike. No CUDA, no torch.
 #pragma once
 
 #include <algorithm>
@@ -45,8 +45,8 @@ struct ShortTile {
   }
   // The next head's tiles come while one is worked on, where there is room for both.
   constexpr int fwd_stages() const { return head_dim <= (rows > 64 ? 32 : 64) ? 2 : 1; }
-  // A bias of one head alone as it lies, ahead of its head. With 16 rows, and with 64 of head_dim 256, it would take the
-  // room of a CTA, which every call would miss.
+  // A bias of one head alone as it lies, ahead of its head. With 16 rows, and with 64 of head_dim 256, it would take
+  // the room of a CTA, which every call would miss.
   constexpr int bias_ahead() const { return rows == 16 || rows * head_dim > 128 * 80 ? 0 : 2 * rows * rows + 16; }
   // Q, K, V; a bias; one that comes ahead.
   constexpr int fwd_smem() const { return 3 * fwd_stages() * tile() + bias() + bias_ahead(); }

@@ -60,7 +60,7 @@ class Case:
     hints: bool = False  # packed: pass max_seqlen_q and max_seqlen_k
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
-    softmax_scale: float | None = None
+    scale: float | None = None
     layout: str = "bshd"
     dout_layout: str = "bshd"
     data: str = "normal"
@@ -85,8 +85,8 @@ class Case:
         return DTYPES[self.dtype]
 
     @property
-    def scale(self) -> float:
-        return default_scale(self.head_dim) if self.softmax_scale is None else self.softmax_scale
+    def effective_scale(self) -> float:
+        return default_scale(self.head_dim) if self.scale is None else self.scale
 
     @property
     def effective_window(self) -> tuple[int, int]:
@@ -97,7 +97,7 @@ class Case:
     @property
     def spec(self) -> AttnSpec:
         left, right = self.effective_window
-        return AttnSpec(self.scale, left, right)
+        return AttnSpec(self.effective_scale, left, right)
 
     @property
     def has_top_left(self) -> bool:
@@ -250,7 +250,7 @@ def few_query_cases() -> list[Case]:
         dense(2, 40, 5000, 8, 2, 128, window=(3000, 100)),
         dense(1, 100, 9000, 1, 1, 64, causal=True, dtype="fp16"),
         dense(1, 16, 1000, 4, 2, 100, causal=True, layout="odd"), dense(2, 3, 1100, 4, 1, 128, layout="bhsd"),
-        dense(1, 2, 900, 4, 2, 64, softmax_scale=-0.3),
+        dense(1, 2, 900, 4, 2, 64, scale=-0.3),
         packed([1] * 9, [3000, 1, 0, 700, 1500, 64, 65, 2999, 12], num_heads=8, num_heads_k=2, head_dim=128,
                causal=True),
         packed([1, 4, 0, 2], [900, 2000, 30, 1], num_heads=4, num_heads_k=1, tail=3, causal=True),
@@ -396,7 +396,7 @@ def random_case(rng: random.Random, limit: int = 384, max_work: int = 3_000_000)
     num_heads_k = rng.choice((1, 1, 2, 3))
     num_heads = num_heads_k * rng.choice((1, 1, 2, 3, 4, 5, 7, 8))
     causal = rng.random() < 0.5
-    softmax_scale = rng.choice((None,) * 8 + (0.0, -1.0 / math.sqrt(head_dim), 1e-3, 0.5))
+    scale = rng.choice((None,) * 8 + (0.0, -1.0 / math.sqrt(head_dim), 1e-3, 0.5))
     kind = rng.random()
     data = (
         rng.choice(("nan_row", "inf_value"))
@@ -416,13 +416,13 @@ def random_case(rng: random.Random, limit: int = 384, max_work: int = 3_000_000)
         else "bshd"
     )
     if data == "inf_value":  # forward only: its gradients are NaN almost everywhere
-        softmax_scale = None
+        scale = None
         layout = "bshd" if layout == "expanded" else layout  # which would repeat the infinite entry
     invalid = rng.choice(INVALID_KINDS) if rng.random() < 0.05 else ""
     if invalid == "last_stride" and head_dim == 1:  # the stride of a single element does not matter
         invalid = "path"
     fields = dict(dtype=dtype, num_heads=num_heads, num_heads_k=num_heads_k, head_dim=head_dim,
-                  head_dim_v=head_dim_v, causal=causal, softmax_scale=softmax_scale, data=data, layout=layout,
+                  head_dim_v=head_dim_v, causal=causal, scale=scale, data=data, layout=layout,
                   dout_layout=rng.choice(("bshd", "bshd", "bshd", "bhsd", "gap", "odd", "expanded")),
                   dlse=rng.random() < 0.3, deterministic=rng.random() < 0.5,
                   backward=rng.random() < 0.85 and data != "inf_value", invalid=invalid,

@@ -276,7 +276,7 @@ def assert_within_gates(name: str, got: Tensor, ref: Tensor) -> Errors:
     return errors
 
 
-def max_abs_logit(q: Tensor, k: Tensor, softmax_scale: float) -> float:
+def max_abs_logit(q: Tensor, k: Tensor, scale: float) -> float:
     """Largest |scale| * sum_d |q_d k_d| over the pairs of rows that meet in a score; sets the lse gate.
 
     Takes (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim) tensors. Of packed ones all
@@ -287,7 +287,7 @@ def max_abs_logit(q: Tensor, k: Tensor, softmax_scale: float) -> float:
     q, k = (x if x.dim() == 4 else x[None] for x in (q, k))
     q, k = (x.detach().float().abs().nan_to_num(0.0, 0.0, 0.0).transpose(1, 2) for x in (q, k))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    return abs(softmax_scale) * max(float((rows @ k.mT).max()) for rows in q.split(512, dim=2))
+    return abs(scale) * max(float((rows @ k.mT).max()) for rows in q.split(512, dim=2))
 
 
 def assert_lse(got: Tensor, ref: Tensor, largest_logit: float) -> float:

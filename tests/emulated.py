@@ -54,7 +54,7 @@ def forward(x: Inputs, target: Target, bug: str = "") -> tuple[Tensor, Tensor]:
         row_max, row_sum = q.new_full((*q.shape[:2], 1), -math.inf), q.new_zeros(*q.shape[:2], 1)
         for start in range(0, k.shape[1], BLOCK_N):
             cols = slice(start, start + BLOCK_N)
-            s = (case.scale * (q @ k[:, cols].mT)).masked_fill(~visible[:, cols], -math.inf)
+            s = (case.effective_scale * (q @ k[:, cols].mT)).masked_fill(~visible[:, cols], -math.inf)
             new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
             shift = new_max if bug == "empty_nan" else new_max.masked_fill(new_max == -math.inf, 0)
             alpha = torch.ones_like(row_max) if bug == "stale_max" else torch.exp(row_max - shift)
@@ -90,16 +90,16 @@ def backward(
         dout, o = (_rows(t, rows, b).transpose(0, 1).float() for t in (x.dout, out))
         here = (lse if case.is_packed else lse[b])[:, rows, None]
         visible = _visible(x, q.shape[1], k.shape[1], bug) & (here > -math.inf)
-        p = torch.exp(case.scale * (q @ k.mT) - here).masked_fill(~visible & ~here.isnan(), 0)
+        p = torch.exp(case.effective_scale * (q @ k.mT) - here).masked_fill(~visible & ~here.isnan(), 0)
         p = p.masked_fill(p < torch.finfo(torch.float32).tiny, 0)  # as ex2.approx.ftz does
         features = slice(0, -1) if bug == "delta_unrounded_p" else slice(None)
         delta = (dout * o)[..., features].sum(-1, keepdim=True)
         if x.dlse is not None and bug != "no_dlse":
             delta = delta - (x.dlse if case.is_packed else x.dlse[b])[:, rows, None]
         ds = (p * (dout @ v.mT - delta)).to(dtype).float()
-        scale = 1.0 if bug == "scale_twice" else case.scale
+        scale = 1.0 if bug == "scale_twice" else case.effective_scale
         _rows(dq, rows, b).copy_((scale * (ds @ k)).transpose(0, 1))
-        for grad, part in ((dk, case.scale * (ds.mT @ q)), (dv, p.to(dtype).float().mT @ dout)):
+        for grad, part in ((dk, case.effective_scale * (ds.mT @ q)), (dv, p.to(dtype).float().mT @ dout)):
             summed = part.unflatten(0, (case.num_heads_k, -1)).sum(1)
             _rows(grad, keys, b).copy_(summed.transpose(0, 1))
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

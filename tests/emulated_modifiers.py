@@ -51,7 +51,7 @@ MISREAD: dict[str, Callable[[Modifiers], dict[str, Any]]] = {
 class BiasBeforeCap(Tiles):
     def scores(self, q_block: Tensor, k: Tensor, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
         cap, bias = self.mods.softcap, tiled._tile(self.mods.bias, rows, cols).to(self.dtype)
-        tanh = ((self.product(q_block, k[:, :, cols].mT) * self.spec.softmax_scale + bias) / cap).tanh()
+        tanh = ((self.product(q_block, k[:, :, cols].mT) * self.spec.scale + bias) / cap).tanh()
         return tanh * cap, tanh
 
 

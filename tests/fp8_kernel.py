@@ -134,7 +134,7 @@ def forward(x: Fp8Inputs, spec: AttnSpec, bits: int = BITS) -> tuple[Tensor, Ten
             out[b, part] = result[:, : part.stop - first].transpose(0, 1).to(x.dtype)
             lse[b, :, part] = stat[:, : part.stop - first]
     if x.row_offset is not None:
-        lse += spec.softmax_scale * x.row_offset
+        lse += spec.scale * x.row_offset
     return out, lse
 
 
@@ -150,7 +150,7 @@ def _group(
     count = -(-used // WARP_ROWS) * WARP_ROWS  # warps without rows are left out
     half = in_half(x)
     width = 128 if half or max(x.q.shape[-1], values.shape[-1]) <= 64 else 64  # keys of a tile
-    tiles, scale = -(-seqlen_k // width), spec.softmax_scale
+    tiles, scale = -(-seqlen_k // width), spec.scale
 
     def per_head(t: Tensor) -> Tensor:
         return t.repeat_interleave(group, 0)

@@ -59,7 +59,7 @@ def share_of_lse_gate(x: Inputs, got: Tensor, truth: Tensor) -> float:
     parts = [mods.bias, mods.sinks]
     added = sum(float(t.masked_fill(t.isinf(), 0).abs().max()) for t in parts if t is not None)
     added += 0.0 if mods.slopes is None else float(mods.slopes.max()) * x.k.shape[1]
-    return compare.assert_lse(got, truth, compare.max_abs_logit(x.q, x.k, x.case.scale) + added)
+    return compare.assert_lse(got, truth, compare.max_abs_logit(x.q, x.k, x.case.effective_scale) + added)
 
 
 def check_gates(x: Inputs, got: dict[str, Tensor], truth: dict[str, Tensor]) -> None:

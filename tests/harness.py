@@ -178,7 +178,7 @@ def call_forward(x: Inputs, target: Target) -> tuple[Tensor, Tensor]:
     """(out, lse) straight from the operator."""
     case = x.case
     left, right = case.effective_window
-    return torch.ops.flash_ext.fwd(x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_k, *x.max_seqlens, case.scale,
+    return torch.ops.flash_ext.fwd(x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_k, *x.max_seqlens, case.effective_scale,
                                    left, right, case.deterministic, target.choice)  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def call_backward(x: Inputs, out: Tensor, lse: Tensor, target: Target) -> tuple[
     case = x.case
     left, right = case.effective_window
     return torch.ops.flash_ext.bwd(x.dout, x.q, x.k, x.v, out, lse, x.dlse, x.cu_seqlens_q, x.cu_seqlens_k,
-                                   *x.max_seqlens, case.scale, left, right, case.deterministic,
+                                   *x.max_seqlens, case.effective_scale, left, right, case.deterministic,
                                    target.choice)  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def call(x: Inputs, target: Target, qkv: list[Tensor] | None = None, **changes: 
     case = x.case
     qkv = [x.q, x.k, x.v] if qkv is None else qkv
     options = dict(
-        scale=case.softmax_scale, return_aux=EVERYTHING, deterministic=case.deterministic,
+        scale=case.scale, return_aux=EVERYTHING, deterministic=case.deterministic,
         backend=target.choice,
     )  # fmt: skip
     bounds: tuple[Tensor, ...] = ()

@@ -345,7 +345,7 @@ def shift_probe(case: Case, target: Target) -> None:
             sinks.add_(c.flatten())
         after = _everything(x, target)
         u = compare.UNIT_ROUNDOFF[case.torch_dtype]
-        logit = compare.max_abs_logit(x.q, x.k, case.scale)
+        logit = compare.max_abs_logit(x.q, x.k, case.effective_scale)
         limit = 2 * compare.LSE_GATE[torch.float32] * max(1.0, logit) + 2.0**-20 * 16
         c = c.reshape((1,) * (4 - c.dim()) + tuple(c.shape)).double()
         for b, part in enumerate(parts_of(x)):
@@ -392,7 +392,7 @@ def scaling_probe(case: Case, target: Target) -> None:
         q, k, v = x.q, x.k, x.v
         out, lse, _ = call(x, target)
         compare.assert_exact("out with v * 8", call(x, target, [q, k, v * 8])[0], out * 8)
-        scaled = call(x, target, [q * 4, k, v], scale=case.scale / 4)
+        scaled = call(x, target, [q * 4, k, v], scale=case.effective_scale / 4)
         compare.assert_exact("out with q * 4 and scale / 4", scaled[0], out)
         compare.assert_exact("lse with q * 4 and scale / 4", scaled[1], lse)
         once, eightfold = _everything(x, target), _everything(x, target, scale=8.0)

@@ -200,7 +200,7 @@ class _Noise:
 
     def _add(self, piece: _Piece) -> None:
         case, mods = self.case, piece.mods
-        u, floor, scale = self.u, self.floor, case.scale
+        u, floor, scale = self.u, self.floor, case.effective_scale
         q, k, v, dout = piece.q, piece.k, piece.v, piece.dout
         (batch, heads, rows, _), keys = q.shape, k.shape[2]
         visible = _visible(case.spec, mods, rows, keys, q.device).expand(batch, heads, rows, keys)

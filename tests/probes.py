@@ -46,7 +46,7 @@ def backward(
 
 def _options(spec: AttnSpec, case: Case, target: Target) -> tuple:
     window = spec.window_left, spec.window_right
-    return 0, 0, spec.softmax_scale, *window, case.deterministic, target.choice
+    return 0, 0, spec.scale, *window, case.deterministic, target.choice
 
 
 def _probe(check: Probe) -> Probe:
@@ -55,7 +55,7 @@ def _probe(check: Probe) -> Probe:
     @functools.wraps(check)
     def run(case: Case, target: Target) -> None:
         with naming(case, target):
-            check(case.replace(softmax_scale=None), target)
+            check(case.replace(scale=None), target)
 
     return run
 
@@ -275,7 +275,7 @@ def scaling(case: Case, target: Target) -> None:
     scaled_out, scaled_lse = rows.run(q, k, v * 8)
     compare.assert_exact("scaling probe, out with v * 8", scaled_out, out * 8)
     compare.assert_exact("scaling probe, lse with v * 8", scaled_lse, lse)
-    quarter = replace(case.spec, softmax_scale=case.spec.softmax_scale / 4)
+    quarter = replace(case.spec, scale=case.spec.scale / 4)
     scaled_out, scaled_lse = rows.run(q * 4, k, v, quarter)
     compare.assert_exact("scaling probe, out with q * 4 and scale / 4", scaled_out, out)
     compare.assert_exact("scaling probe, lse with q * 4 and scale / 4", scaled_lse, lse)
@@ -309,7 +309,7 @@ def duplicate(case: Case, target: Target) -> None:
     out_twice, lse_twice = rows_twice.run(q, k[index], v[index])
     roundings = 2 if case.torch_dtype.itemsize == 2 else 32
     _check_close("duplicate probe, out", out_twice, out, roundings * compare.UNIT_ROUNDOFF[case.torch_dtype])
-    compare.assert_lse(lse_twice, lse.double() + math.log(2.0), compare.max_abs_logit(q, k, case.scale))
+    compare.assert_lse(lse_twice, lse.double() + math.log(2.0), compare.max_abs_logit(q, k, case.effective_scale))
 
 
 @_probe
@@ -325,7 +325,7 @@ def permute_keys(case: Case, target: Target) -> None:
     rel_l2 = compare.measure(out_permuted, out).rel_l2
     limit = 2 * compare.GATES[case.torch_dtype]["out"].rel_l2
     assert rel_l2 <= limit, f"key permutation probe: rel-L2 {rel_l2:.3g} > {limit:.3g}"
-    compare.assert_lse(lse_permuted, lse, 2 * compare.max_abs_logit(q, k, case.scale))
+    compare.assert_lse(lse_permuted, lse, 2 * compare.max_abs_logit(q, k, case.effective_scale))
 
 
 @_probe

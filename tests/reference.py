@@ -321,7 +321,7 @@ def _softmax_product(
     ``terms`` are added to the scores and ``kept`` multiplies the weights; ``sinks`` (..., 1, 1) is the logit
     that only the denominator counts, -inf for none.
     """
-    scores = spec.softmax_scale * (q @ k.mT)
+    scores = spec.scale * (q @ k.mT)
     if mods.softcap:
         scores = mods.softcap * torch.tanh(scores / mods.softcap)
     if terms is not None:

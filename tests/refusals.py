@@ -25,7 +25,7 @@ def broken_call(x: Inputs, device: str) -> tuple[dict[str, Any], str]:
     case = x.case
     args: dict[str, Any] = {
         "q": x.q, "k": x.k, "v": x.v, "cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k,
-        "max_seqlen_q": 0, "max_seqlen_k": 0, "scale": case.scale, "window_size_left": -1,
+        "max_seqlen_q": 0, "max_seqlen_k": 0, "scale": case.effective_scale, "window_size_left": -1,
         "window_size_right": -1, "deterministic": False, "backend": None,
     }  # fmt: skip
     q, k, v = x.q, x.k, x.v

@@ -70,13 +70,13 @@ def forward_rows(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]]) 
     for h, row in samples:
         lo, hi = visible_interval(spec, row, seq.q.shape[0], seq.k.shape[0])
         q, k = seq.q[row, h].double(), seq.k[lo : max(lo, hi), h // seq.group].double()
-        scores = spec.softmax_scale * (k @ q)
+        scores = spec.scale * (k @ q)
         out.append(seq.out[row, h])
         lse.append(seq.lse[h, row])
         lse_true.append(torch.logsumexp(scores, 0) if hi > lo else scores.new_tensor(float("-inf")))
         out_true.append(torch.softmax(scores, 0) @ seq.v[lo : max(lo, hi), h // seq.group].double())
         magnitude.append((k.abs() @ q.abs()).amax() if hi > lo else scores.new_zeros(()))
-    bound = abs(spec.softmax_scale) * float(torch.stack(magnitude).max())
+    bound = abs(spec.scale) * float(torch.stack(magnitude).max())
     return (
         Pair(torch.stack(out), torch.stack(out_true)),
         Pair(torch.stack(lse)[:, None], torch.stack(lse_true)[:, None]),
@@ -94,7 +94,7 @@ def _score_gradient(
     h_k = h // seq.group
     q, dout, out = (t[rows, h].double() for t in (seq.q, seq.dout, seq.out))
     k, v = seq.k[keys, h_k].double(), seq.v[keys, h_k].double()
-    p = torch.exp(spec.softmax_scale * (q @ k.T) - seq.lse[h, rows].double()[:, None])
+    p = torch.exp(spec.scale * (q @ k.T) - seq.lse[h, rows].double()[:, None])
     delta = (dout * out).sum(-1)
     if seq.dlse is not None:
         delta = delta - seq.dlse[h, rows].double()
@@ -111,8 +111,8 @@ def backward_rows(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]])
         _, ds, ds_error = _score_gradient(seq, spec, h, slice(row, row + 1), keys)
         actual.append(seq.dq[row, h])
         k = seq.k[keys, h // seq.group].double()
-        expected.append(spec.softmax_scale * (ds @ k)[0])
-        cancelled.append(abs(spec.softmax_scale) * (ds_error**2 @ k**2).sqrt()[0])
+        expected.append(spec.scale * (ds @ k)[0])
+        cancelled.append(abs(spec.scale) * (ds_error**2 @ k**2).sqrt()[0])
     return Pair(torch.stack(actual), torch.stack(expected), torch.stack(cancelled))
 
 
@@ -135,8 +135,8 @@ def backward_keys(seq: Sequence, spec: AttnSpec, samples: list[tuple[int, int]])
         for h in range(h_k * seq.group, (h_k + 1) * seq.group):
             p, ds, ds_error = _score_gradient(seq, spec, h, rows, slice(key, key + 1))
             q = seq.q[rows, h].double()
-            sum_k += spec.softmax_scale * (ds.T @ q)[0]
-            sum_error += spec.softmax_scale**2 * (ds_error.T**2 @ q**2)[0]
+            sum_k += spec.scale * (ds.T @ q)[0]
+            sum_error += spec.scale**2 * (ds_error.T**2 @ q**2)[0]
             sum_v += (p.T @ seq.dout[rows, h].double())[0]
         dk.append(seq.dk[key, h_k])
         dv.append(seq.dv[key, h_k])

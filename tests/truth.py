@@ -144,7 +144,7 @@ def _find(padded: _Padded, case: Case, backward: bool) -> _Found:
 
 def _find_at_once(padded: _Padded, case: Case, backward: bool) -> _Found:
     u, floor = UNIT_ROUNDOFF[case.torch_dtype], UNDERFLOW[case.torch_dtype]
-    scale, visible = case.scale, padded.visible
+    scale, visible = case.effective_scale, padded.visible
     q, dout = padded.q, padded.dout
     k, v = (t.index_select(1, padded.key_head[0]) for t in (padded.k, padded.v))
 

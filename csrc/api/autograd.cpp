@@ -38,8 +38,8 @@ bool is_default(const T& value, const T& otherwise) {
   }
 }
 
-// Tensors, and the numbers that are not the defaults. Masks are kept in the form that was given: what their tensors hold later
-// changes no gradient once they are condensed.
+// Tensors, and the numbers that are not the defaults. Masks are kept in the form that was given: what their tensors
+// hold later changes no gradient once they are condensed.
 template <const auto& kFields>
 void keep(AutogradContext* ctx, variable_list tensors, const CallArgs& a) {
   for_each_tensor<kFields>([&](const auto member) { tensors.push_back((a.*member).value_or(Tensor())); });
@@ -300,7 +300,8 @@ BwdModResult bwd_mod_autocast(const Tensor& dout, const Tensor& q, const Tensor&
   return call_bwd_mod(cast(dout), own_q, cast(k), cast(v), cast(out), lse, with_cast_bias(a, own_q));
 }
 
-// q takes the dtype of the cache, which is not copied; beside one of 8 bits that of autocast. A bias in another becomes float32.
+// q takes the dtype of the cache, which is not copied; beside one of 8 bits that of autocast. A bias in another becomes
+// float32.
 template <c10::DeviceType kDevice>
 FwdResult fwd_cached_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(

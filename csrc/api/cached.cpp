@@ -78,7 +78,7 @@ Problem cached_problem(const Tensor& q, const Tensor& k, const Tensor& v, const 
       p.cu_seqlens_k = a.cu_seqlens_k->const_data_ptr<int32_t>();
     }
   }
-  p.softmax_scale = static_cast<float>(a.scale);
+  p.scale = static_cast<float>(a.scale);
   // Of a dense q: the longest sequence there may be decides which bounds hide nothing, hence nothing of a shorter one.
   set_window(p, a.window_size_left.expect_int(), a.window_size_right.expect_int());
   return p;

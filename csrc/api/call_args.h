@@ -1,6 +1,7 @@
 // What the operators are called with, a struct for each kind of call, and what they return. Their meaning:
-// flash_ext/_attention.py, flash_ext/_ops/modifiers.py, flash_ext/_append.py, flash_ext/fp8.py. Most files of the binding
-// read this header, and it reads no more of torch than a tensor is: the dispatcher's headers take twice as long.
+// flash_ext/_attention.py, flash_ext/_ops/modifiers.py, flash_ext/_append.py, flash_ext/fp8.py. Most files of the
+// binding read this header, and it reads no more of torch than a tensor is: the dispatcher's headers take twice as
+// long.
 #pragma once
 
 #include <ATen/core/Tensor.h>

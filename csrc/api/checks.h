@@ -1,5 +1,5 @@
-// What the rules of calls share (checks.cpp, checks_cached.cpp). Comparisons also work for sizes that are not known while
-// tracing: those become run-time assertions.
+// What the rules of calls share (checks.cpp, checks_cached.cpp). Comparisons also work for sizes that are not known
+// while tracing: those become run-time assertions.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -44,7 +44,8 @@ void check_cu_seqlens(const Tensor& cu, const char* name, const Tensor& q);
 void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v);
 void check_head_dims(const Tensor& q, const Tensor& v);  // which GPUs limit
 void check_options(const Tensor& q, const CallArgs& a);
-// Of a tensor that is there: callers ask first, since the sizes cost more than all else that is checked of a decoding step.
+// Of a tensor that is there: callers ask first, since the sizes cost more than all else that is checked of a decoding
+// step.
 void check_modifier(const OptionalTensor& t, const char* name, const Tensor& q,
                     std::initializer_list<c10::ScalarType> dtypes, const std::vector<Sizes>& sizes, bool contiguous);
 void check_of_heads(const Tensor& q, const SymInt& batch, const CallArgs& a);

@@ -1,4 +1,5 @@
-// What a call over a cache must satisfy before anything is allocated or launched. Metadata only, symbolic sizes allowed.
+// What a call over a cache must satisfy before anything is allocated or launched. Metadata only, symbolic sizes
+// allowed.
 #include <utility>
 
 #include "../path_choice.h"
@@ -34,7 +35,8 @@ static void check_tree(const Tensor& q, const SymInt& batch, const CallArgs& a) 
                               "count keys in their order in the cache.");
 }
 
-// Rows and keys count inside each sequence. What lies behind the last row or key of a mask is hidden, and a bias adds 0 there.
+// Rows and keys count inside each sequence. What lies behind the last row or key of a mask is hidden, and a bias adds 0
+// there.
 static void check_masks(const Tensor& q, const Tensor& k, const SymInt& batch, const CallArgs& a) {
   const Sizes any;
   check_mask(q, batch, a.mask, any, any);

@@ -131,7 +131,7 @@ FwdModResult fwd_fp8_gpu(const Tensor& q, const Tensor& k, const Tensor& v, cons
   TORCH_CHECK_VALUE(k.size(-1) == q.size(-1) && (mixed || (a.q_descale.has_value() && a.k_descale.has_value())),
                     "q and k must have one head_dim, and in e4m3 factors.");
   Problem p = fp8_problem(q, k, v, v.size(-2), a.dtype, a.cu_seqlens_q, a.cu_seqlens_k);
-  p.softmax_scale = static_cast<float>(a.scale);
+  p.scale = static_cast<float>(a.scale);
   set_window(p, a.window_size_left, a.window_size_right);
   p.tma_ready = is_tma_ready(q) && is_tma_ready(k) && is_tma_ready(v);
 

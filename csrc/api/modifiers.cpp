@@ -15,7 +15,8 @@
 namespace flash_ext {
 namespace {
 
-// What kernels read several numbers at a time of. Tensors of flash_ext::condense and slices of their batch and heads do.
+// What kernels read several numbers at a time of. Tensors of flash_ext::condense and slices of their batch and heads
+// do.
 void check_boundary(const void* at, uintptr_t bytes, const char* names) {
   TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(at) % bytes == 0, names, " must begin on ", bytes,
                     " bytes where they are ", "condensed. Call .clone() on them.");
@@ -117,8 +118,8 @@ DocumentIds prepare_document_ids(Prepared& made, const Tensor& ids, int64_t leng
   return x;
 }
 
-// Of calls over a cache, whose kernels want no summaries: (length) or (batch, length), side by side. Of the keys the stride
-// says as well how many have an id.
+// Of calls over a cache, whose kernels want no summaries: (length) or (batch, length), side by side. Of the keys the
+// stride says as well how many have an id.
 DocumentIds plain_document_ids(Prepared& made, const Tensor& ids) {
   DocumentIds x;
   x.ids = numbers_of(made, ids);

@@ -87,7 +87,8 @@ Tensor sum_over_rows(const Tensor& t) {
   return t.dim() == 3 ? t.sum(at::IntArrayRef(kBatchAndRows)) : t.sum(at::IntArrayRef(&kRows, 1));
 }
 
-// d sink = -sum of exp(sink - lse) * delta over the rows of a head. stats: pairs of row statistics, the second is delta.
+// d sink = -sum of exp(sink - lse) * delta over the rows of a head. stats: pairs of row statistics, the second is
+// delta.
 Tensor gradient_of_sinks(const Tensor& sinks, const Tensor& lse, const Tensor& stats) {
   const Tensor delta = stats.view(at::kFloat).view({-1, 2}).select(1, 1).view(lse.sizes());
   const Tensor of_head = lse.dim() == 3 ? sinks.view({1, -1, 1}) : sinks.view({-1, 1});
@@ -117,8 +118,8 @@ bool is_plain_given_lse(const Problem& p, const CallArgs& a) {
   return std::apply([&](const auto&... field) { return (is_off(field) && ...); }, fields::kModifiers);
 }
 
-// Whether the bias has one value for all keys of a row. It leaves weights as they are and moves lse, so a backward that starts
-// from lse without it needs no bias. Kernels for short sequences take it with its gradient.
+// Whether the bias has one value for all keys of a row. It leaves weights as they are and moves lse, so a backward that
+// starts from lse without it needs no bias. Kernels for short sequences take it with its gradient.
 bool moves_lse_alone(const Request& r, const DeviceInfo& d, const CallArgs& a) {
   const bool is_of_rows = a.bias.has_value() && a.bias->dim() == 4 && a.bias->size(3) == 1;
   return is_of_rows && !r.problem.is_varlen() && !is_short_bwd(r.problem, d, r.constraints);
@@ -332,9 +333,9 @@ void use_null_kernels_on_cpu(bool enable) {
   implement(*library);
 }
 
-// Everything but append_kv and append_behind is functional: no argument is written or aliased by a result. A gradient that
-// is not needed, lse or row_max when it is not wanted, and turned_q without q, has no elements; an lse that autograd keeps
-// for a backward has all of them.
+// Everything but append_kv and append_behind is functional: no argument is written or aliased by a result. A gradient
+// that is not needed, lse or row_max when it is not wanted, and turned_q without q, has no elements; an lse that
+// autograd keeps for a backward has all of them.
 TORCH_LIBRARY(flash_ext, m) {
   const Names kQkv = {"q", "k", "v"}, kBackward = {"dout", "q", "k", "v", "out", "lse"};
   const auto define = [&](const std::string& schema) { m.def(schema.c_str(), {at::Tag::pt2_compliant_tag}); };

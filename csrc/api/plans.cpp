@@ -1,4 +1,5 @@
-// What tests and tools see of plans: that of a call in words, those of the latest launches, and the switches that tests turn.
+// What tests and tools see of plans: that of a call in words, those of the latest launches, and the switches that tests
+// turn.
 #include "plans.h"
 
 #include <pybind11/stl.h>
@@ -43,6 +44,8 @@ const char* word_of(ScoreVariant v) {
     case ScoreVariant::kAll: return "all";
     case ScoreVariant::kMixed: return "mixed";
     case ScoreVariant::kHalf: return "half";
+    case ScoreVariant::kStretches: return "stretches";
+    case ScoreVariant::kLatents: return "latents";
   }
   return "?";
 }
@@ -97,6 +100,7 @@ py::dict dict_of(const Plan& plan) {
     if (l.unit_heads > 1) one["unit_heads"] = l.unit_heads;
     if (l.variant != ScoreVariant::kPlain) one["variant"] = word_of(l.variant);
     if (l.dq != DqMode::kNone) one["dq"] = word_of(l.dq);
+    if (l.makes_stats) one["makes_stats"] = true;
     if (l.rows.above > 0 || l.rows.upto != INT32_MAX) {
       const bool has_end = l.rows.upto != INT32_MAX;
       one["rows"] = py::make_tuple(l.rows.above + 1, has_end ? py::object(py::int_(l.rows.upto)) : py::none());
@@ -133,7 +137,8 @@ DType dtype_named(const std::string& name) {
   throw py::value_error("dtype must be 'float16' or 'bfloat16', got " + name);
 }
 
-// A cache in words: its layout ("pages", "entries" or "rows"), its elements ("", "e4m3" or "int8"), and the keys of a page.
+// A cache in words: its layout ("pages", "entries" or "rows"), its elements ("", "e4m3" or "int8"), and the keys of a
+// page.
 using CacheWords = std::tuple<std::string, std::string, int32_t>;
 
 static const int32_t kSomething = 0;  // never read: plans look at metadata only
@@ -286,7 +291,7 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
     set_rows(p, packed, seqlen_q, cache.max_keys);
   }
   set_window(p, window_size_left, window_size_right);
-  p.softmax_scale = 1.f / std::sqrt(static_cast<float>(head_dim));
+  p.scale = 1.f / std::sqrt(static_cast<float>(head_dim));
   p.tma_ready = tma;
 
   const DeviceInfo info = device_named(device, gpu);
@@ -314,8 +319,8 @@ py::dict plan_of_numbers(const std::string& direction_name, const std::string& d
   const std::string error = parse_choice(text, choice);
   if (!error.empty()) throw py::value_error("backend: " + error);
   request.constraints = choice.constraints;
-  // Where nothing but sinks is asked for, gradients of q, k and v are those of a plain call, and so are the kernels over a
-  // cache.
+  // Where nothing but sinks is asked for, gradients of q, k and v are those of a plain call, and so are the kernels
+  // over a cache.
   const bool has_sinks_alone = modifiers.size() == 1 && modifiers[0].starts_with("sinks");
   const bool runs_plain =
       is_fp8 || modifiers.empty() || (has_sinks_alone && (is_backward ? need_qkv : cache_words.has_value()));

@@ -13,8 +13,8 @@ class PreparedCall {
   // q and k: of a call that these arguments are right for; their sizes and their device count.
   PreparedCall(const Tensor& q, const Tensor& k, const CallArgs& args);
 
-  // What the arguments were made of: another call wants arguments of its own where one of these has been written since, or
-  // requires a gradient.
+  // What the arguments were made of: another call wants arguments of its own where one of these has been written since,
+  // or requires a gradient.
   void watch(const std::vector<Tensor>& sources);
   // The arguments hold numbers that were made on the current stream: nothing makes other streams wait for them.
   void bind_stream();
@@ -23,12 +23,12 @@ class PreparedCall {
   // Nothing but the window is asked for.
   void set_plain() { is_plain_ = true; }
 
-  // The mask says documents alone. Calls that may run as packed sequences want to be told where those begin and end, and are
-  // not served before. Null: they do not stand together, and ids are compared, of which `args` tell.
+  // The mask says documents alone. Calls that may run as packed sequences want to be told where those begin and end,
+  // and are not served before. Null: they do not stand together, and ids are compared, of which `args` tell.
   void expect_borders() { awaits_borders_ = true; }
   void set_borders(const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k);
-  // Whether a call may: its rows lie one behind the other, a bias knows distances alone, and nothing is dropped, since draws
-  // belong to rows and keys as they are. Not in the batch-invariant mode: ids of one batch entry decide for all.
+  // Whether a call may: its rows lie one behind the other, a bias knows distances alone, and nothing is dropped, since
+  // draws belong to rows and keys as they are. Not in the batch-invariant mode: ids of one batch entry decide for all.
   bool may_pack(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p) const;
 
   // Whether the arguments are right for a call of these queries, whatever its keys are.

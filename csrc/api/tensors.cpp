@@ -113,7 +113,7 @@ void set_lengths(Problem& p, const Tensor& q, const Tensor& k, const OptionalTen
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const CallArgs& a) {
   Problem p = heads_of(q, k, v);
   set_lengths(p, q, k, a.cu_seqlens_q, a.cu_seqlens_k);
-  p.softmax_scale = static_cast<float>(a.scale);
+  p.scale = static_cast<float>(a.scale);
   set_window(p, a.window_size_left.expect_int(), a.window_size_right.expect_int(), a.top_left);
   return p;
 }

@@ -99,7 +99,8 @@ const Path& required_path(const Problem& p, const DeviceInfo& info, const Choice
 
 // The plan of a request; raises where no kernel is left that its constraints allow.
 Plan required_plan(const Path& path, const Request& request, const DeviceInfo& info);
-// The same of a forward. Boxes of packed tiles have several heads of q, which TMA cannot read from one that is expanded.
+// The same of a forward. Boxes of packed tiles have several heads of q, which TMA cannot read from one that is
+// expanded.
 Plan required_forward_plan(const Path& path, Request request, const DeviceInfo& info, const Tensor& q);
 
 // While it lives, the device of `t` is the current one, for torch and for the driver.
@@ -124,8 +125,8 @@ inline std::byte* pointer_to(const Tensor& workspace) {
   return workspace.defined() ? static_cast<std::byte*>(workspace.mutable_data_ptr()) : nullptr;
 }
 
-// Notes the plan of a call where tests ask for it, and runs it unless they ask not to. `follows`: whether the plan goes with
-// the one noted before.
+// Notes the plan of a call where tests ask for it, and runs it unless they ask not to. `follows`: whether the plan goes
+// with the one noted before.
 void launch(const Path& path, const FwdCall& call);
 void launch(const Path& path, const BwdCall& call, bool follows = false);
 
@@ -136,8 +137,8 @@ struct Prepared {
   void* stream = nullptr;
 };
 
-// A mask's tensor in the form that kernels read, by passes on a stream, below the dispatcher and behind check_condense()
-// (api/condense.cpp).
+// A mask's tensor in the form that kernels read, by passes on a stream, below the dispatcher and behind
+// check_condense() (api/condense.cpp).
 Tensor condense(const Tensor& x, int64_t block_rows, int64_t block_cols, void* stream);
 
 // Runs the passes over masks that `request` needs, whose modifiers are still missing (api/modifiers.cpp).

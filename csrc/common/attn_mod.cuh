@@ -10,8 +10,8 @@ namespace flash_ext {
 
 inline constexpr float kLn2 = 0.6931471805599453f;
 
-// Rows whose lse is below count as rows that see nothing. A row whose every score holds finfo.min gets there: next to 1e38
-// its lse has no room for the logarithm of a sum, so its weights cannot be told from it.
+// Rows whose lse is below count as rows that see nothing. A row whose every score holds finfo.min gets there: next to
+// 1e38 its lse has no room for the logarithm of a sum, so its weights cannot be told from it.
 inline constexpr float kLowestLse = -1e30f;
 
 struct BlockRange {

@@ -1,7 +1,7 @@
 // What a score gets by the distance of its row and its key, said once for all kernels: ALiBi's slopes, and a table.
 //
-// A kernel asks over() what all scores of a tile get. Away from the diagonal that is linear in the distance, and the kernel
-// adds it in the way that costs it least. Elsewhere the tile bends, and add_bent() adds to each score its own.
+// A kernel asks over() what all scores of a tile get. Away from the diagonal that is linear in the distance, and the
+// kernel adds it in the way that costs it least. Elsewhere the tile bends, and add_bent() adds to each score its own.
 //
 // distance = row + shift - key: above 0 where the key lies before the row.
 #pragma once
@@ -90,8 +90,8 @@ struct HeadDistances {
     }
   }
 
-  // Scores on a diagonal of blocks of 8 x 8 have one distance, so an entry is read once for up to 2 kA of them. `first`:
-  // the place of the first score's entry in the table, if that reached so far.
+  // Scores on a diagonal of blocks of 8 x 8 have one distance, so an entry is read once for up to 2 kA of them.
+  // `first`: the place of the first score's entry in the table, if that reached so far.
   template <bool kT, int kA, int kN>
   __device__ __forceinline__ static void add_table(float (&acc)[kA][kN][4], const DistanceBias& x, int of_head,
                                                    int first, float unit) {

@@ -32,8 +32,8 @@ struct __align__(16) DropKeys {
   }
 };
 
-// Draws where a thread holds rows: for the one of row_id (row / 16 * 8 + row % 8), in the lower halves of the words, and
-// the one 8 further, in the upper ones. Word q is for key 32 col_block + 8 q + 2 (lane % 4) + c.
+// Draws where a thread holds rows: for the one of row_id (row / 16 * 8 + row % 8), in the lower halves of the words,
+// and the one 8 further, in the upper ones. Word q is for key 32 col_block + 8 q + 2 (lane % 4) + c.
 struct RowDraws {
   uint32_t words[4];
   __device__ __forceinline__ RowDraws(const DropKeys& keys, uint32_t row_id, int col_block, int c, int lane) {

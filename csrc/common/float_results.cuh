@@ -12,8 +12,8 @@ __device__ __forceinline__ float* float_row_pointer(const StridedView& x, int b,
   return static_cast<float*>(x.ptr) + b * x.batch_stride + row * x.row_stride + h * x.head_stride;
 }
 
-// Zeros in `rows` rows from `first` on, whatever their type, by one warp. `columns` is a multiple of 8; they are at most 1024
-// bytes.
+// Zeros in `rows` rows from `first` on, whatever their type, by one warp. `columns` is a multiple of 8; they are at
+// most 1024 bytes.
 __device__ __forceinline__ void zero_rows(const StridedView& x, int b, int64_t first, int h, int rows, int columns,
                                           int lane) {
   const int size = x.is_float ? 4 : 2, left = columns * size - 16 * lane;  // bytes

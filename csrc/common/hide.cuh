@@ -90,8 +90,8 @@ __device__ __forceinline__ void hide(float (&acc)[kA][kN][4], const ScoreMod& sc
   }
   if (has_key_words(m)) {
     const HiddenRows hidden(score_mod);
-    // Key by key: addresses of all keys at once would not fit the registers. Each row is compared with the bounds, since
-    // key words spill here (sm80/bwd_dq/kernel.cuh at head_dim 96) and take more instructions.
+    // Key by key: addresses of all keys at once would not fit the registers. Each row is compared with the bounds,
+    // since key words spill here (sm80/bwd_dq/kernel.cuh at head_dim 96) and take more instructions.
 #pragma unroll
     for (int at = 0; at < 2 * kN; ++at) {
       hidden.for_each(key_of(at), [&](int2 rows) {

@@ -19,9 +19,9 @@ struct PartRule {
   int of_each, keys;
 };
 
-// By a whole warp. Sequences of about equal lengths have as many parts as fill the GPU best; of others, parts have about as
-// many keys as one another, so that long sequences have more of them. Evidence: paged.
-// It is short because instructions come from memory, too, and a call of one sequence waits for them.
+// By a whole warp. Sequences of about equal lengths have as many parts as fill the GPU best; of others, parts have
+// about as many keys as one another, so that long sequences have more of them. Evidence: paged. It is short because
+// instructions come from memory, too, and a call of one sequence waits for them.
 __device__ __forceinline__ PartRule part_rule(const Problem& p, const KvCache& cache, const KvCacheGrid& c) {
   if (c.all_parts == 0) return {c.keys_of_part > 0 ? 0 : c.splits, c.keys_of_part};
   constexpr uint32_t kUnit = 64;  // of keys: sums fit 32 bits

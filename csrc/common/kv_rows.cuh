@@ -75,8 +75,8 @@ __device__ __forceinline__ void load_cached_tile(uint32_t tile, const CachedKeys
   const int chunk = thread_idx % Tile::kChunks, row = thread_idx / Tile::kChunks;
   const int col_bytes = min(16, max(0, (cols - chunk * 8) * 2));
   const uint16_t* p = head + (col_bytes > 0 ? chunk * 8 : 0);
-  // Copies of as many bytes in all rows are five instructions fewer each, 0.92 of the time over 8 bits. At head_dim 256, whose
-  // tiles have 16 rows, both ways would spill 8 bytes.
+  // Copies of as many bytes in all rows are five instructions fewer each, 0.92 of the time over 8 bits. At head_dim
+  // 256, whose tiles have 16 rows, both ways would spill 8 bytes.
   const auto load = [&]<bool kWhole>(std::bool_constant<kWhole>) {
 #pragma unroll
     for (int held = 0; held < kRows; held += kHeld) {

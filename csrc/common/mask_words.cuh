@@ -96,8 +96,8 @@ __device__ __forceinline__ uint32_t row_word(uint32_t mask_word, const ScoreMod&
   return words[0];
 }
 
-// What the tree leaves of the keys [col0, col0 + 32). Only kernels over a cache AND it to their row words. Most keys are
-// older than the tree, and ask for no memory.
+// What the tree leaves of the keys [col0, col0 + 32). Only kernels over a cache AND it to their row words. Most keys
+// are older than the tree, and ask for no memory.
 __device__ __forceinline__ uint32_t tree_word(const ScoreMod& score_mod, int row, int col0) {
   const SeqInfo& seq = score_mod.seq;
   const int at = col0 - score_mod.shift();  // the bit of key col0; below 0: keys that every row sees

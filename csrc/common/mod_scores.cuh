@@ -1,5 +1,5 @@
-// What becomes of the scores of packed rows in calls with modifiers. Query heads of a key head are rows of one tile, so each
-// row has a head of its own, and a lane works out what its two rows see and add.
+// What becomes of the scores of packed rows in calls with modifiers. Query heads of a key head are rows of one tile, so
+// each row has a head of its own, and a lane works out what its two rows see and add.
 #pragma once
 
 #include "mask_words.cuh"
@@ -14,8 +14,8 @@ enum class Knows {
   kAnyOfCache  // over a cache: both of these
 };
 
-// The ids of the keys of a sequence in a cache, by their positions. Sequences lie side by side, so the stride of one is how
-// many of its keys have an id; the others have none. A negative id is none, which no row has.
+// The ids of the keys of a sequence in a cache, by their positions. Sequences lie side by side, so the stride of one is
+// how many of its keys have an id; the others have none. A negative id is none, which no row has.
 struct CachedIds {
   const int32_t* ids;
   int count;
@@ -26,8 +26,8 @@ struct CachedIds {
   __device__ int key(int i) const { return i < count ? max(ids[i], -1) : -1; }
 };
 
-// Of one of a thread's two rows, in place: scores lie as mma and wgmma leave them, four of two rows for 8 keys. kPairs: a
-// bias of two keys is loaded at once where that is aligned.
+// Of one of a thread's two rows, in place: scores lie as mma and wgmma leave them, four of two rows for 8 keys. kPairs:
+// a bias of two keys is loaded at once where that is aligned.
 template <Knows kKnows, bool kPairs = false>
 struct ModScores {
   static constexpr bool kTree = kKnows == Knows::kTree || kKnows == Knows::kAnyOfCache;
@@ -36,8 +36,8 @@ struct ModScores {
   const Problem& p;
   const Modifiers& m;
 
-  // Keys begin at `first`. is_whole: the row sees all of them, in_interval: it does but for masks. mask_word(i): of the bit
-  // mask, for keys from first + 32 i on.
+  // Keys begin at `first`. is_whole: the row sees all of them, in_interval: it does but for masks. mask_word(i): of the
+  // bit mask, for keys from first + 32 i on.
   template <typename E, int kN, typename MaskWord>
   __device__ __forceinline__ void apply(float (&s)[1][kN][4], int half, const ScoreMod& mod, int row, int first,
                                         bool is_whole, bool in_interval, const MaskWord& mask_word) const {
@@ -55,9 +55,9 @@ struct ModScores {
   template <typename E, int kN>
   __device__ __forceinline__ void change(float (&s)[1][kN][4], int half, const ScoreMod& mod, int row,
                                          int first) const {
-    float scale = p.softmax_scale;
+    float scale = p.scale;
     if (m.softcap > 0.f) {
-      const float factor = p.softmax_scale * m.inv_softcap;
+      const float factor = p.scale * m.inv_softcap;
       if (m.softcap > kFineSoftcap) {
         for_row(s, half, [&](float& x, int) { x = m.softcap * ScoreMod::fine_tanh_of(x * factor); });
       } else {

@@ -5,8 +5,8 @@
 //   out = (softmax(s) * keep) v
 //
 // Where nothing is added to the scaled products, scores stay raw products, as in the plain kernels; else they are in
-// natural units. A mask made of finfo.min means what it says, a softmax over equals where a row holds nothing else; times
-// log2(e) such scores are no longer finite, so rows whose maximum is below kLowMaximum subtract it first.
+// natural units. A mask made of finfo.min means what it says, a softmax over equals where a row holds nothing else;
+// times log2(e) such scores are no longer finite, so rows whose maximum is below kLowMaximum subtract it first.
 //
 // Every function works on accumulators of S (queries along the 16 rows of a block, kT = false) and of S^T
 // (keys along them, kT = true). In both a thread holds the rows lane / 4 and lane / 4 + 8 of a block ("few")
@@ -274,7 +274,7 @@ struct ScoreMod {
                                                  const PutSlope& put_slope) const {
     if (m.softcap > 0.f) {
       // The choice lies outside the loops: inside, every element would pay for both.
-      const float factor = p.softmax_scale * m.inv_softcap;
+      const float factor = p.scale * m.inv_softcap;
       if (m.softcap > kFineSoftcap) {
         cap(acc, [&](float x) { return m.softcap * fine_tanh_of(x * factor); }, put_slope);
       } else {
@@ -282,7 +282,7 @@ struct ScoreMod {
       }
     }
     // What is added takes the scale along, as the factor of its fma.
-    float scale = m.softcap > 0.f ? 1.f : p.softmax_scale;
+    float scale = m.softcap > 0.f ? 1.f : p.scale;
     if (m.by_distance) {
       add_by_distance<kT>(acc, row0, col0, scale);
       scale = 1.f;

@@ -54,8 +54,8 @@ __device__ __forceinline__ Span packed_span(const int32_t* cu_seqlens, int batch
   return found.span();
 }
 
-// Keys of sequence b in a forward, where nobody owns them: any rows, so that sequences may share some, or take them in any
-// order (compat/flash_attn/_kvcache.py does).
+// Keys of sequence b in a forward, where nobody owns them: any rows, so that sequences may share some, or take them in
+// any order (compat/flash_attn/_kvcache.py does).
 __device__ __forceinline__ Span any_span(const int32_t* cu_seqlens, int b, int64_t total) {
   const int64_t lo = min(max(static_cast<int64_t>(cu_seqlens[b]), int64_t{0}), total);
   const int64_t hi = min(max(static_cast<int64_t>(cu_seqlens[b + 1]), lo), total);

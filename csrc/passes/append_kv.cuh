@@ -1,6 +1,6 @@
 // Writes new keys and values into a cache, keys turned by their positions where that is asked for. A thread has 8
-// features of a key or of a value. Where tokens go behind the keys of their sequence, the same launch finds their places,
-// writes the new lengths and turns queries. By torch's operators that takes 15 launches, with queries 32.
+// features of a key or of a value. Where tokens go behind the keys of their sequence, the same launch finds their
+// places, writes the new lengths and turns queries. By torch's operators that takes 15 launches, with queries 32.
 #pragma once
 
 #include <cuda_fp8.h>

@@ -1,9 +1,8 @@
 // The two memory-bound passes around the backward over keys.
 //
-// preprocess: row_stats = (lse * log2 e, rowsum(dout * out) - dlse) for every query row, dq_accum = 0, and the words of
-//   common/bwd_schedule.cuh = 0.
+// preprocess: row_stats = (lse * log2 e, rowsum(dout * out) - dlse) for every query row, dq_accum = 0.
 //   A row that sees nothing (lse = -inf) gets +inf, so that its weights come out as 2^(s - inf) = 0.
-// postprocess: dq = softmax_scale * dq_accum, rounded to the output type unless that is fp32.
+// postprocess: dq = scale * dq_accum, rounded to the output type unless that is fp32.
 #pragma once
 
 #include "../common/attn_mod.cuh"
@@ -88,7 +87,7 @@ __global__ void __launch_bounds__(kPassThreads) bwd_preprocess_kernel(const __gr
 template <typename E>
 __device__ __forceinline__ void store_dq(const BwdParams& p, const RowHead& r, int chunk, int valid, float4 lo,
                                          float4 hi) {
-  const float s = p.problem.softmax_scale;
+  const float s = p.problem.scale;
   if (p.dq.is_float) {
     const float x[8] = {lo.x * s, lo.y * s, lo.z * s, lo.w * s, hi.x * s, hi.y * s, hi.z * s, hi.w * s};
     store_floats(float_row_pointer(p.dq, r.b, r.row, r.h) + chunk * 8, x, valid, p.dq.aligned);

@@ -1,9 +1,10 @@
-// Quantisation of q, k and v to e4m3, in three launches: statistics of channels, what follows from them, and the numbers.
+// Quantisation of q, k and v to e4m3, in three launches: statistics of channels, what follows from them, and the
+// numbers.
 //
-// k loses its mean over the keys, which changes all scores of a row alike, and v its mean, which every row of the output
-// lacks then (sm90/fwd_fp8/store.cuh). Both leave e4m3 the part of a channel that varies. What rounding takes from v on
-// average is lacking as well, and joins what the output gets back: numbers of 16 bits less a mean are rounded to one side more
-// often than to the other, which 32768 values of N(0, 1) showed as 3 % of the output.
+// k loses its mean over the keys, which changes all scores of a row alike, and v its mean, which every row of the
+// output lacks then (sm90/fwd_fp8/store.cuh). Both leave e4m3 the part of a channel that varies. What rounding takes
+// from v on average is lacking as well, and joins what the output gets back: numbers of 16 bits less a mean are rounded
+// to one side more often than to the other, which 32768 values of N(0, 1) showed as 3 % of the output.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -12,8 +13,8 @@
 
 namespace flash_ext {
 
-// Before Ada there is no instruction for e4m3, and a conversion takes dozens of others. Called, and not inlined at 64 places,
-// they compile in 34 s instead of 91.
+// Before Ada there is no instruction for e4m3, and a conversion takes dozens of others. Called, and not inlined at 64
+// places, they compile in 34 s instead of 91.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 #define FLASH_EXT_INLINE_E4M3 __noinline__
 #else
@@ -120,8 +121,8 @@ __device__ __forceinline__ void rotate(float (&x)[8], int column, int columns) {
   for (int i = 0; i < 8; ++i) x[i] *= norm;
 }
 
-// The sums over the lanes of a row of eight numbers each. Lanes take halves of them in turn, 8 shuffles instead of 32: the
-// lanes of the row have one of them each in the end, kLanes / 8 lanes in turn the same.
+// The sums over the lanes of a row of eight numbers each. Lanes take halves of them in turn, 8 shuffles instead of 32:
+// the lanes of the row have one of them each in the end, kLanes / 8 lanes in turn the same.
 template <int kLanes>
 __device__ __forceinline__ float sum_of_rows(const float (&x)[8]) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -261,8 +262,8 @@ __device__ __forceinline__ void quantize_rows(const NumbersPass& n, int64_t inde
   if (lane % kLanesOfSum == 0 && row < tile.count) r.row_offset[bh * t.rows + tile.start + row] = dot * factor;
 }
 
-// x of the threads whose columns are `lane * 8` and the next, summed over the CTA in a fixed order: thread c gets column c's.
-// `room`: kSumsBytes of shared memory.
+// x of the threads whose columns are `lane * 8` and the next, summed over the CTA in a fixed order: thread c gets
+// column c's. `room`: kSumsBytes of shared memory.
 template <int kLanes>
 inline constexpr int kSumsBytes = kNumbersWarps<kLanes> * 8 * kLanes * static_cast<int>(sizeof(float));
 template <int kLanes>
@@ -285,8 +286,8 @@ __device__ __forceinline__ float sum_of_columns(float (&x)[8], uint8_t* room) {
   return sum;
 }
 
-// What rounding takes from v on average is the mean of its numbers, since its own mean is taken off before. `rounded`: their
-// sums over a tile. The last CTA of the head takes the mean of all tiles off the offset.
+// What rounding takes from v on average is the mean of its numbers, since its own mean is taken off before. `rounded`:
+// their sums over a tile. The last CTA of the head takes the mean of all tiles off the offset.
 template <int kLanes>
 __device__ __forceinline__ void join_losses(const NumbersPass& n, int64_t index, float (&rounded)[8], uint8_t* room) {
   const int64_t bh = index / n.v_tiles;
@@ -315,13 +316,14 @@ __device__ __forceinline__ void join_losses(const NumbersPass& n, int64_t index,
   if (c < columns) n.v_offset[bh * columns + c] -= all * n.loss.share[bh] * n.v_factor[bh * columns + c];
 }
 
-// Where four keys of a channel lie, rows of all keys of a tile. Pieces of 16 bytes change places by the channel's group of eight,
-// whose threads would all store to the same bank.
+// Where four keys of a channel lie, rows of all keys of a tile. Pieces of 16 bytes change places by the channel's group
+// of eight, whose threads would all store to the same bank.
 __device__ __forceinline__ int place_of_v(int column, int four) {
   return column * kFp8Block + ((four / 4 ^ column / 8 % 8) * 4 + four % 4) * 4;
 }
 
-// A thread takes eight channels of four keys, twice; their bytes come to lie side by side. `rounded`: the sums of the numbers.
+// A thread takes eight channels of four keys, twice; their bytes come to lie side by side. `rounded`: the sums of the
+// numbers.
 template <typename E, int kLanes>
 __device__ __forceinline__ void transpose_values(const NumbersPass& n, int64_t index, float (&rounded)[8],
                                                  uint8_t* tile_bytes) {

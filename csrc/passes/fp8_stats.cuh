@@ -56,8 +56,8 @@ __device__ __forceinline__ bool is_used(const int32_t* used, const int32_t* boun
 // Lanes of a row: a power of two, eight columns each.
 __host__ __device__ constexpr int lanes_of_row(int columns) { return columns <= 64 ? 8 : columns <= 128 ? 16 : 32; }
 
-// Eight columns, a multiple of 8 on, of kCount rows behind row `start`: those of which row_of(i) is below `count`, else zeros.
-// All rows are asked for before one is used, so that the loads are under way together.
+// Eight columns, a multiple of 8 on, of kCount rows behind row `start`: those of which row_of(i) is below `count`, else
+// zeros. All rows are asked for before one is used, so that the loads are under way together.
 template <int kCount, typename RowOf>
 __device__ __forceinline__ void load_rows(uint4 (&x)[kCount], const StridedView& view, int b, int64_t start, int h,
                                           int column, int count, const RowOf& row_of) {
@@ -98,8 +98,8 @@ __device__ __forceinline__ void unpack_eight(float (&x)[8], const uint4& words) 
 __half2 pair_of(__half);
 __nv_bfloat162 pair_of(__nv_bfloat16);
 
-// The least and the largest of each of eight columns, two by two as they are stored, which takes half of the instructions that
-// floats would. NaN does not count.
+// The least and the largest of each of eight columns, two by two as they are stored, which takes half of the
+// instructions that floats would. NaN does not count.
 template <typename E>
 struct Extrema {
   using Pair = decltype(pair_of(E{}));

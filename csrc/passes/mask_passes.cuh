@@ -1,5 +1,5 @@
-// Brings masks into the form the kernels read (condensed.h): bits instead of bytes, and what a whole tile needs to know of
-// them.
+// Brings masks into the form the kernels read (condensed.h): bits instead of bytes, and what a whole tile needs to know
+// of them.
 //
 // All begin in turn and let the next kernel begin early, behind which portable kernels with modifiers are launched so:
 // they may read whatever was there before the pass, and wait for it before they read what it makes.
@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kMaskThreads)
   if (word < num_words) to[word] = mine;
 }
 
-// What a condensed mask has behind its rows: any and all of each word over groups of kMaskGroup rows, for which rows that are
-// not there count neither, and the mask tiles. A warp has four words of a group, a lane two of its rows.
+// What a condensed mask has behind its rows: any and all of each word over groups of kMaskGroup rows, for which rows
+// that are not there count neither, and the mask tiles. A warp has four words of a group, a lane two of its rows.
 __global__ void __launch_bounds__(kMaskThreads)
     group_mask_kernel(uint32_t* words, int64_t heads, int rows, int num_words, bool fill) {
   ptx::allow_next_kernel();
@@ -160,7 +160,8 @@ __global__ void __launch_bounds__(kMaskThreads)
   words[bh * count + index] = word;
 }
 
-// Smallest and largest id of each group of DocumentIds::kGroup positions, in the places that condensed ids have for them.
+// Smallest and largest id of each group of DocumentIds::kGroup positions, in the places that condensed ids have for
+// them.
 __global__ void __launch_bounds__(kMaskThreads)
     group_document_ids_kernel(const int32_t* ids, int32_t* groups, int64_t rows, int64_t length) {
   ptx::allow_next_kernel();
@@ -178,8 +179,8 @@ __global__ void __launch_bounds__(kMaskThreads)
   to[1] = hi;
 }
 
-// Bounds of the interval starts and ends of each group, (rows, length, count, 2), in the places that condensed intervals
-// have for them.
+// Bounds of the interval starts and ends of each group, (rows, length, count, 2), in the places that condensed
+// intervals have for them.
 __global__ void __launch_bounds__(kMaskThreads)
     group_intervals_kernel(const int32_t* bounds, int32_t* groups, int64_t rows, int64_t length, int count) {
   ptx::allow_next_kernel();

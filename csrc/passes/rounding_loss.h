@@ -1,5 +1,5 @@
-// What rounding takes from v when it is quantised (fp8_passes.cuh): where that is kept, behind the quantize_floats() of the
-// statistics. No CUDA, no torch.
+// What rounding takes from v when it is quantised (fp8_passes.cuh): where that is kept, behind the quantize_floats() of
+// the statistics. No CUDA, no torch.
 #pragma once
 
 #include "../heuristics.h"

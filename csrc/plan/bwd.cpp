@@ -48,14 +48,14 @@ void add_portable_stats(const Problem& p, Plan& plan) {
 }
 
 // Passes of the Hopper backwards. The first makes statistics of rows, and what the kernel behind it adds to.
-void push_tile_pass(Req r, Dev d, Plan& p, Launch l, int block_m, DqMode dq) {
+Launch& push_tile_pass(Req r, Dev d, Plan& p, Launch l, int block_m, DqMode dq) {
   l.unit_heads = sm90::unit_heads_of(r.problem, r.problem.num_heads, int64_t{2} * d.num_sms);
   l.grid = sm90::unit_grid(r.problem, d, true, block_m, l.unit_heads);
   l.ctas = l.tiles = l.grid.ctas, l.dq = dq;
-  p.push(l);
+  return p.push(l);
 }
-void push_row_stats(Req r, Dev d, Plan& p, KernelId k, int head_dim, int head_dim_v, int block_m, DqMode dq) {
-  push_tile_pass(r, d, p, pass(k, head_dim, head_dim_v, 0, kPassThreads), block_m, dq);
+Launch& push_row_stats(Req r, Dev d, Plan& p, KernelId k, int head_dim, int head_dim_v, int block_m, DqMode dq) {
+  return push_tile_pass(r, d, p, pass(k, head_dim, head_dim_v, 0, kPassThreads), block_m, dq);
 }
 void push_dq_convert(Req r, Dev d, Plan& p, int head_dim, bool pdl, DqMode dq) {
   push_tile_pass(r, d, p, pass(KernelId::kDqConvert90, head_dim, head_dim, 0, sm90::kDqConvertThreads, pdl),
@@ -130,7 +130,7 @@ void build_fused(Req r, Dev d, Plan& p) {
   p.main = p.num_launches;
   Launch& l = p.push(main_of(KernelId::kBwdFused90, size, size, sm90::BwdTile::kBlockM, t.block_n(), t.stages,
                              t.threads(), t.smem_bytes(size), g, ctas));
-  l.dq = kDq, l.unit_heads = unit_heads;
+  l.dq = kDq, l.unit_heads = unit_heads, l.makes_stats = own_stats;
   const bool unequal = sm90::has_unequal_tiles(x);
   if (kShort) {
     p.q_splits = sm90::q_splits_of_short(x, d, r.constraints, l.tiles);
@@ -215,7 +215,7 @@ bool stores_dbias(Req r) {
          g->heads == x.num_heads && g->rows == x.seqlen_q && g->cols == x.seqlen_k;
 }
 
-// The gradient of a bias that all rows share is dS summed over rows, of which that kernel has whole columns. Packed, its parts
+// The gradient of a bias that all rows share is dS summed over rows: that kernel has whole columns. Packed, its parts
 // would grow with the number of sequences times the longest one.
 bool sums_keys(Req r) {
   const BiasGradient* g = r.dbias;
@@ -257,7 +257,7 @@ BiasGradient dslopes_of(Req r, Dev d, Plan& p) {
   return in_splits(*r.dslopes, splits, p.dslopes_splits, p.workspace.dslopes_partials, p.workspace);
 }
 
-// The portable statistics of rows, and the gradients that read them. dq: of the kernel behind, where that is a portable one.
+// The portable statistics of rows, and the gradients that read them. dq: of the kernel behind, if it is portable.
 void push_dbias80(Req r, Dev d, Plan& p, const BiasGradient& g, ScoreVariant of) {
   const int size = padded(r.problem);
   const BwdBiasTile t = bwd_bias_tile_sm80(class_of(d));
@@ -325,10 +325,10 @@ void push_fused_mod(Req r, Dev d, Plan& p, const Modifiers& m, ScoreVariant v, b
   l.dq = stores_dq(r, d) ? DqMode::kStored : DqMode::kAtomic;
   p.zeroes_dq = l.dq == DqMode::kStored && !sm90::visits_all_queries(x, m);
   p.q_splits = sm90::q_splits_of(x, d, r.constraints, l.tiles, unequal);
-  l.tiles *= p.q_splits;
-  l.ctas = std::min<int64_t>(l.tiles, d.num_sms);
+  l.tiles *= p.q_splits, l.ctas = std::min<int64_t>(l.tiles, d.num_sms);
   set_dynamic(l, unequal);
-  push_row_stats(r, d, p, KernelId::kRowStatsAndZero90, l.head_dim, l.head_dim, sm90::BwdTile::kBlockM, l.dq);
+  push_row_stats(r, d, p, KernelId::kRowStatsAndZero90, l.head_dim, l.head_dim, sm90::BwdTile::kBlockM, l.dq)
+      .zeroes_half = l.dq == DqMode::kAtomic && l.head_dim == 64 && x.head_dim <= 32;
   p.main = p.num_launches;
   p.push(l);
   Workspace& w = p.workspace;

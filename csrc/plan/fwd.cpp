@@ -11,8 +11,8 @@ using enum ScoreVariant;
 
 // ---- without modifiers -----------------------------------------------------------------------------
 
-// Above 64 rows of head_dim 128 biases in fp32 and those that heads share are left to other kernels. Whether batch entries
-// share one does not decide: a batch of one would be rounded otherwise than a larger one. Evidence: short.
+// Above 64 rows of head_dim 128 biases in fp32 and those that heads share are left to other kernels. Whether batch
+// entries share one does not decide: a batch of one would be rounded otherwise than a larger one. Evidence: short.
 bool supports_short(Req r, Dev d) {
   if (!is_short_mod(r.problem, d, r.constraints)) return false;
   const ShortTile t = short_tile(r.problem);
@@ -55,8 +55,8 @@ bool prefers_split_kv(Req r, Dev d) {
   if (!is_long && !r.constraints.kv_splits) return false;
   return make_split_grid(r.problem, d, r.constraints.kv_splits).rows > 0;
 }
-// What it gains is counted beside tiles of 192 queries, which are slower there than those of 128. Tiles of 64 are as fast
-// where they have all keys, and beside more than 16 rows.
+// What it gains is counted beside tiles of 192 queries, which are slower there than those of 128. Tiles of 64 are as
+// fast where they have all keys, and beside more than 16 rows.
 bool prefers_split_kv_on_hopper(Req r, Dev d) {
   const Problem& p = r.problem;
   const bool small = !r.constraints.kv_splits && takes_m64(r, d);
@@ -65,9 +65,9 @@ bool prefers_split_kv_on_hopper(Req r, Dev d) {
   return g.rows > 0 && (g.gain >= 1.25 || !(supports_m128(r, d) && prefers_m128(r, d)));
 }
 
-// Where keys are to be split, and rows are more than the smallest tile of that has; and where up to 64 queries of each head
-// would leave tiles of one head half empty, and those are more than go at once. With few key heads of 64 columns the split-KV
-// kernel is faster. Evidence: split-kv.
+// Where keys are to be split, and rows are more than the smallest tile of that has; and where up to 64 queries of each
+// head would leave tiles of one head half empty, and those are more than go at once. With few key heads of 64 columns
+// the split-KV kernel is faster. Evidence: split-kv.
 bool prefers_packed(Req r, Dev d) {
   const Problem& p = r.problem;
   const FewQueries few = few_queries(p);
@@ -184,6 +184,7 @@ void build_portable(Req r, Dev d, Plan& p) {
   Launch& l = p.push(main_of(KernelId::kFwd80, size, size, t.block_m, t.block_n, t.stages, t.threads(),
                              t.smem_bytes(size), make_grid(r.problem, d, true, t.block_m), 0));
   l.smem_class = c;
+  if (in_stretches) l.variant = ScoreVariant::kStretches;
   p.workspace.kv_stretches = p.workspace.add(in_stretches ? 4 * l.ctas * kept_floats_sm80(t, size) : 0);
 }
 

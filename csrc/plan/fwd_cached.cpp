@@ -18,11 +18,10 @@ constexpr int kPackedQueries = 128;
 bool is_quantized(Req r) { return r.cache_type != CacheType::k16Bit; }
 // Whether a call needs the instances with masks, documents and biases, which take up to 39 registers more.
 bool has_masks(const Modifiers* m) {
-  return m != nullptr && (m->mask.words != nullptr || m->document_k.ids != nullptr || m->bias.ptr != nullptr ||
-                          m->by_distance.table != nullptr);
+  return m != nullptr && (asks_any<kOverCaches>(*m) || m->bias.ptr != nullptr || m->by_distance.table != nullptr);
 }
-// Not in the batch-invariant mode: the longest sequence of a call would decide how the others are added up. Beside masks, and
-// beside modifiers and converters, there are no registers for the other tile.
+// Not in the batch-invariant mode: the longest sequence of a call would decide how the others are added up. Beside
+// masks, and beside modifiers and converters, there are no registers for the other tile.
 bool shares_keys(Req r, Dev d, int64_t rows) {
   const bool is_only_one = has_masks(r.modifiers) || (r.modifiers != nullptr && is_quantized(r));
   return (rows <= 64 || is_only_one) && sm90::can_share_keys(split_padded(r.problem)) && !d.batch_invariant;
@@ -37,14 +36,14 @@ int packed_rows(Req r, Dev d, int64_t rows) {
   return packed_tile(r, d, rows).block_m() / group * group;
 }
 
-// A sequence of more has its keys in one part. Tiles of one head, which 16-bit caches have for those, are no other kernel's
-// for 8 bits.
+// A sequence of more has its keys in one part. Tiles of one head, which 16-bit caches have for those, are no other
+// kernel's for 8 bits.
 int64_t most_packed_rows(const Problem& p) {
   return std::max<int64_t>(kDividedRows, int64_t{kPackedQueries} * (p.num_heads / p.num_heads_k));
 }
 
-// CTAs that share out the tiles of a sequence, a key head and a part: as many as there may be tiles. Where that is beyond
-// what is divided, as many as give each multiprocessor some, since nobody knows which sequences there are.
+// CTAs that share out the tiles of a sequence, a key head and a part: as many as there may be tiles. Where that is
+// beyond what is divided, as many as give each multiprocessor some, since nobody knows which sequences there are.
 int64_t packed_row_tiles(Req r, Dev d, int64_t rows) {
   constexpr int kWaves = 4;
   const Problem& x = r.problem;
@@ -77,8 +76,8 @@ enum class Larger { kPortable, kPacked };
 // Whether sequences may have different numbers of keys.
 bool may_differ(Req r) { return r.problem.batch > 1 && r.cache->seqused_k != nullptr; }
 
-// The parts of a sequence that a constraint or the batch-invariant mode sets, which are functions of lengths alone. False:
-// the load of the GPU decides.
+// The parts of a sequence that a constraint or the batch-invariant mode sets, which are functions of lengths alone.
+// False: the load of the GPU decides.
 bool set_fixed_parts(Req r, Dev d, int64_t keys, KvCacheGrid& c) {
   constexpr int kKeysOfPart = 512;
   if (r.constraints.kv_splits) {
@@ -91,8 +90,8 @@ bool set_fixed_parts(Req r, Dev d, int64_t keys, KvCacheGrid& c) {
 }
 
 // Parts of the keys for `items` tiles, of which `splits` would be best if all sequences were equally long. Nobody knows
-// lengths here: where they may differ, up to `even` parts, as many CTAs in all as `ctas`, even out what the longest one would
-// take.
+// lengths here: where they may differ, up to `even` parts, as many CTAs in all as `ctas`, even out what the longest one
+// would take.
 void set_parts(Req r, int64_t keys, int64_t items, int64_t splits, int64_t ctas, int64_t even, KvCacheGrid& c) {
   if (may_differ(r)) {
     c.equal_splits = static_cast<int>(splits);
@@ -193,13 +192,14 @@ void push_merge(const Problem& x, int size, int narrow_rows, Plan& p) {
   const KvCacheGrid& c = p.kv_cache;
   if (c.splits == 1) return;
   const int64_t merged = int64_t{1} * x.batch * x.num_heads * c.queries;
-  p.push(pass(KernelId::kFwdMergeCached80, size, size, merge_ctas(merged, c.splits), SplitTile::kThreads,
-              p.arch == Arch::kSm90))
-      .rows = {narrow_rows, INT32_MAX};
+  Launch& l = p.push(pass(KernelId::kFwdMergeCached80, size, size, merge_ctas(merged, c.splits), SplitTile::kThreads,
+                          p.arch == Arch::kSm90));
+  l.rows = {narrow_rows, INT32_MAX};
+  if (x.head_dim_v > kMergedColumns) l.variant = ScoreVariant::kLatents;
 }
 
-// Tiles of few rows, whose keys may be in parts. leaves_longer: sequences of more rows are another kernel's; the result says
-// which these are.
+// Tiles of few rows, whose keys may be in parts. leaves_longer: sequences of more rows are another kernel's; the result
+// says which these are.
 RowRange push_few_cached(Req r, Dev d, bool leaves_longer, Plan& p, Larger kind = Larger::kPortable) {
   const Problem& x = r.problem;
   const int group = x.num_heads / x.num_heads_k;
@@ -284,23 +284,23 @@ static bool supports_packed_tiles(Req r, Dev d) {
 bool supports_packed(Req r, Dev d) {
   return supports_cached(r, d) && supports_packed_tiles(r, d) && cached_rows(r) <= most_packed_rows(r.problem);
 }
-// Beside modifiers and converters, outputs of 256 columns have no registers. No other kernel for Hopper takes more rows.
+// Beside modifiers and converters, outputs of 256 columns have no registers. No other kernel for Hopper takes more
+// rows.
 static bool supports_packed_rows(Req r, Dev d) {
   if (split_padded(r.problem) > 128) return false;
   const bool is_divided = cached_rows(r) <= most_packed_rows(r.problem);
   return supports_packed_tiles(r, d) && (is_divided || r.cache->max_keys <= sm90::kStretches.above);
 }
 bool supports_packed_mod(Req r, Dev d) { return supports_cached_mod(r, d) && supports_packed_rows(r, d); }
-// fp16 does not hold numbers times factors of any size.
 bool supports_packed_quantized(Req r, Dev d) {
-  if (!supports_quantized(r, d) || (r.has_slot_factors && r.problem.dtype == DType::kFloat16)) return false;
+  if (!supports_quantized(r, d) || (r.has_slot_factors && !holds_any_factor(r.problem.dtype))) return false;
   return supports_packed_rows(r, d);
 }
 // Which kernel takes a sequence must not follow from the longest one of the call.
 bool prefers_packed_cached(Req, Dev d) { return !d.batch_invariant; }
 
-// Latents are one head, so rows are many where queries are few. Up to 8 queries of 128 heads have their keys in parts; in the
-// batch-invariant mode, which has as many parts as the cache has room for, up to 2, to bound what they take.
+// Latents are one head, so rows are many where queries are few. Up to 8 queries of 128 heads have their keys in parts;
+// in the batch-invariant mode, which has as many parts as the cache has room for, up to 2, to bound what they take.
 int64_t divided_latent_rows(Dev d) { return d.batch_invariant ? 256 : 1024; }
 
 // CTAs that share out the tiles of a sequence and a part, as packed_row_tiles().

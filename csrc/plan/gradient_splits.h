@@ -5,9 +5,9 @@
 
 namespace flash_ext::plans {
 
-// Into how many parts the sum of a gradient that has rows of its own is divided. A CTA owns 128 of them, and 128 columns or
-// their sum. It takes a step for each head and batch entry that share them. Steps set the time; adding up a part of a
-// matrix costs a fiftieth of one.
+// Into how many parts the sum of a gradient that has rows of its own is divided. A CTA owns 128 of them, and 128
+// columns or their sum. It takes a step for each head and batch entry that share them. Steps set the time; adding up a
+// part of a matrix costs a fiftieth of one.
 inline int splits_of_rows(const BiasGradient& g, const Problem& p, const DeviceInfo& d, int64_t most) {
   const int64_t steps = int64_t{1} * (g.batch == 1 ? p.batch : 1) * (g.heads == 1 ? p.num_heads : 1);
   const int64_t owners = g.tiles(128, 128);

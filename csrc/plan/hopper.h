@@ -1,5 +1,5 @@
-// What the tables prefer on Hopper, by measurement: the order of work tiles, and which forward; hopper_bwd.h has the backward.
-// No CUDA, no torch.
+// What the tables prefer on Hopper, by measurement: the order of work tiles, and which forward; hopper_bwd.h has the
+// backward. No CUDA, no torch.
 #pragma once
 
 #include <numeric>
@@ -12,11 +12,11 @@ namespace flash_ext::sm90 {
 
 // ---- the order of work tiles -----------------------------------------------------------------------
 
-// Time of forward tiles of equal keys, in hundredths of that of a whole tile: fixed (Launch::dynamic is false), and fetched by
-// CTAs, whole ones first. A last tile of fewer rows has fewer warpgroups at work. Where tiles are fixed, 3, 6, 11 or 22 of
-// them a head, which 512 to 4096 rows make, put the short ones on the same CTAs of 132, and the others work as long as if
-// all were whole. Fetched, they fill what is left of a round; 40 for an end that is not even. Evidence: short-last-tiles,
-// grid.
+// Time of forward tiles of equal keys, in hundredths of that of a whole tile: fixed (Launch::dynamic is false), and
+// fetched by CTAs, whole ones first. A last tile of fewer rows has fewer warpgroups at work. Where tiles are fixed, 3,
+// 6, 11 or 22 of them a head, which 512 to 4096 rows make, put the short ones on the same CTAs of 132, and the others
+// work as long as if all were whole. Fetched, they fill what is left of a round; 40 for an end that is not even.
+// Evidence: short-last-tiles, grid.
 struct TileTimes {
   int64_t fixed = 0, fetched = 0;
   int64_t least() const { return std::min(fixed, fetched); }
@@ -43,8 +43,8 @@ inline bool prefers_dynamic(const Problem& p, const DeviceInfo& d, int block_m) 
 // stream the same K and V at once; with one head all of them ask one place of the L2 cache, with many each tile comes
 // once for every CTA. Tiles of different lengths run longest first in a group: groups whose K and V take half of the L2
 // cache, or more for three and a half tiles a CTA as long as eight CTAs share a head, and equal ones, because the last
-// group ends with what is left. Packed sequences, whose long ones may come last, have 20 tiles a CTA: the CTAs work on a
-// few sequences at a time, and those fit the cache. Evidence: fwd-head-groups.
+// group ends with what is left. Packed sequences, whose long ones may come last, have 20 tiles a CTA: the CTAs work on
+// a few sequences at a time, and those fit the cache. Evidence: fwd-head-groups.
 constexpr int heads_in_group(bool dynamic, int64_t head_slots, int64_t blocks, int fit, int num_sms,
                              bool packed = false) {
   if (!dynamic) {
@@ -83,8 +83,8 @@ inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m) {
   return fwd_grid(p, d, block_m, has_unequal_tiles(p));
 }
 
-// Packed sequences of one tile on average: how many of `heads` of a tile are given out together. Whoever fetches a work tile
-// asks memory and searches cu_seqlens for it, 1.2 us, which is as long as such a tile takes. Evidence: unit-heads.
+// Packed sequences of one tile on average: how many of `heads` of a tile are given out together. Whoever fetches a work
+// tile asks memory and searches cu_seqlens for it, 1.2 us, which is as long as such a tile takes. Evidence: unit-heads.
 // None where CTAs would then have fewer than two units.
 inline int unit_heads_of(const Problem& p, int heads, int64_t ctas) {
   if (!p.is_varlen() || p.total_q > int64_t{128} * p.batch || has_long_keys(p)) return 1;
@@ -104,8 +104,8 @@ inline Grid unit_grid(const Problem& p, const DeviceInfo& d, bool by_queries, in
 }
 
 // Heads whose dynamic tiles run side by side, longest first, where `fit` of them stay in the L2 cache. At least 8, for
-// the order to even out the end, and as many as have a tile for every CTA; no more than 16 beyond that. In groups of one
-// size, because the last one ends with what is left. Evidence: bwd-head-groups.
+// the order to even out the end, and as many as have a tile for every CTA; no more than 16 beyond that. In groups of
+// one size, because the last one ends with what is left. Evidence: bwd-head-groups.
 constexpr int dynamic_heads(int64_t head_slots, int64_t blocks, int64_t fit, int num_sms) {
   const int64_t for_all = (num_sms + blocks - 1) / blocks, least = std::max<int64_t>(8, for_all);
   const int64_t most = std::min(head_slots, std::max(least, std::min<int64_t>(fit, std::max<int64_t>(16, for_all))));
@@ -144,8 +144,8 @@ inline Grid bwd_grid(const Problem& p, const DeviceInfo& d, int block_n, bool or
 }
 
 // Tiles of either kernel in the order in which CTAs take them. Of equal length: one head after the other, because all
-// CTAs then stream the same tiles at the same time. Else longest first in groups of heads whose streamed rows fit the L2
-// cache. Evidence: split-bwd-wide.
+// CTAs then stream the same tiles at the same time. Else longest first in groups of heads whose streamed rows fit the
+// L2 cache. Evidence: split-bwd-wide.
 inline Grid dkdv_grid(const Problem& p, const DeviceInfo& d, bool dynamic) {
   Grid g = make_grid(p, d, false, SplitBwdTile::kKeys);
   if (g.ctas <= 0 || g.ctas > INT32_MAX) return g;
@@ -169,9 +169,9 @@ inline Grid dq_grid(const Problem& p, const DeviceInfo& d, bool dynamic) {
 
 // ---- which forward ---------------------------------------------------------------------------------
 
-// Time that 128 rows in a tile of their own take over that of 128 rows of a tile of 192, in hundredths, with as many keys.
-// Where the kernel with tiles of 128 is that of every modifier, up to head_dim 64, and with a softcap, they never pay.
-// Evidence: grid, masked-m192.
+// Time that 128 rows in a tile of their own take over that of 128 rows of a tile of 192, in hundredths, with as many
+// keys. Where the kernel with tiles of 128 is that of every modifier, up to head_dim 64, and with a softcap, they never
+// pay. Evidence: grid, masked-m192.
 struct M128Cost {
   static constexpr int kNever = 1000;
   int hundredths;
@@ -189,10 +189,10 @@ struct M128Cost {
 };
 
 // Whether the forward should take tiles of 128 queries. Each multiprocessor computes one tile at a time, and one that
-// has none waits: 1024 queries of 16 heads are 96 tiles of 192 and 128 of 128, on 132 multiprocessors. Causal tiles of a
-// square are unequal and short, and gain less: there rounds of higher tiles have to cover 1.2 times as many rows, and a
-// few short tiles are left as they are. Tiles of a window count as equal: most are. Results may differ in their last bits
-// between the two, hence between batch sizes. Evidence: grid.
+// has none waits: 1024 queries of 16 heads are 96 tiles of 192 and 128 of 128, on 132 multiprocessors. Causal tiles of
+// a square are unequal and short, and gain less: there rounds of higher tiles have to cover 1.2 times as many rows, and
+// a few short tiles are left as they are. Tiles of a window count as equal: most are. Results may differ in their last
+// bits between the two, hence between batch sizes. Evidence: grid.
 inline bool prefers_m128(const Problem& p, const DeviceInfo& d, M128Cost cost) {
   if (p.is_varlen() || d.num_sms <= 0) return false;
   // Of either height, where those of 128 are faster.
@@ -211,10 +211,10 @@ inline bool takes_m128(const Problem& p, const DeviceInfo& d, const Constraints&
   return c.fwd_block_m ? *c.fwd_block_m == 128 : !d.batch_invariant && prefers_m128(p, d, cost);
 }
 
-// Whether short sequences take tiles of 64 queries, of which three are under way on a multiprocessor: where all tiles go at
-// once, or where there are many, and few tiles of keys. The kernels for short sequences are faster for many sequences of up
-// to 32 queries and keys, and for very many of head_dim 32, whose columns are half of what tiles have, where 65 to 80 would
-// be two tiles. Evidence: m64.
+// Whether short sequences take tiles of 64 queries, of which three are under way on a multiprocessor: where all tiles
+// go at once, or where there are many, and few tiles of keys. The kernels for short sequences are faster for many
+// sequences of up to 32 queries and keys, and for very many of head_dim 32, whose columns are half of what tiles have,
+// where 65 to 80 would be two tiles. Evidence: m64.
 inline bool prefers_m64(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   if (c.fwd_block_m || d.batch_invariant || p.batch <= 0) return false;
   const bool causal = p.window_left < 0 && p.window_right == 0;
@@ -263,10 +263,10 @@ inline int parts_of_tiles(const Problem& p, const DeviceInfo& d, const Constrain
 }
 
 // Whether a call should take the tiles of the plain kernel: where masks are known by rows or by keys alone, so that
-// they leave most tiles whole or hide them, and where there are enough tiles of 192 queries. The words of bool masks are
-// mixed in all places, and have a kernel to which a warp brings them. Maps of blocks of 128 or more, of which a tile of 192
-// rows meets two, stay with lower tiles. Of blocks of 64, which a warpgroup's rows match, tiles of 192 visit fewer.
-// Evidence: masked-m192.
+// they leave most tiles whole or hide them, and where there are enough tiles of 192 queries. The words of bool masks
+// are mixed in all places, and have a kernel to which a warp brings them. Maps of blocks of 128 or more, of which a
+// tile of 192 rows meets two, stay with lower tiles. Of blocks of 64, which a warpgroup's rows match, tiles of 192
+// visit fewer. Evidence: masked-m192.
 inline bool has_row_words(const Modifiers& m) { return m.mask.words != nullptr && m.mask.row_stride != 0; }
 inline bool has_mixed_tiles(const Modifiers& m) {
   const bool blocks_fit = m.block_rows >= 64 && m.block_rows < 128;
@@ -276,13 +276,13 @@ inline bool m192_fits(const Problem& p, const Modifiers& m, const DeviceInfo& d,
   return !has_mixed_tiles(m) && !takes_m128(p, d, c, cost);
 }
 inline bool prefers_m192(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
-  const bool adds = m.has_score_mod || !(p.softmax_scale > 0.f) || m.rng != nullptr;
+  const bool adds = m.has_score_mod || !(p.scale > 0.f) || m.rng != nullptr;
   return !adds && m192_fits(p, m, d, c, M128Cost::hides());
 }
 
-// Whether tiles of 192 queries have 128 keys at head_dim 64. They pay where most tiles are whole: masks cut more of the wider ones
-// and hide fewer of them, and a bound cuts a tile of every row of tiles. Documents under a causal mask are cut at both ends.
-// Evidence: masked-m192.
+// Whether tiles of 192 queries have 128 keys at head_dim 64. They pay where most tiles are whole: masks cut more of the
+// wider ones and hide fewer of them, and a bound cuts a tile of every row of tiles. Documents under a causal mask are
+// cut at both ends. Evidence: masked-m192.
 inline constexpr int kLeastCutKeys = 1024;
 inline int64_t average_keys(const Problem& p) {
   return p.is_varlen() ? p.total_k / std::max(p.batch, 1) : int64_t{p.seqlen_k};
@@ -308,7 +308,7 @@ inline bool takes_m192_beside(const Problem& p, const DeviceInfo& d, const Const
   return !is_low && !takes_m128(p, d, c, cost);
 }
 inline bool prefers_m192_words(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
-  const bool adds = m.has_score_mod || !(p.softmax_scale > 0.f) || m.rng != nullptr;
+  const bool adds = m.has_score_mod || !(p.scale > 0.f) || m.rng != nullptr;
   return !adds && has_row_words(m) && takes_m192_beside(p, d, c, M128Cost::beside(p), kLowRows);
 }
 inline bool prefers_m192_bias(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c,
@@ -321,7 +321,7 @@ inline bool prefers_m192_bias(const Problem& p, const Modifiers& m, const Device
 // weights overflowed, so those calls stay with the other kernel.
 inline bool prefers_m192_slopes(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
   const bool alone = m.by_distance && m.softcap == 0.f && m.bias.ptr == nullptr && m.rng == nullptr;
-  const bool divides = p.softmax_scale >= 0x1p-60f && p.softmax_scale <= 0x1p10f;
+  const bool divides = p.scale >= 0x1p-60f && p.scale <= 0x1p10f;
   return alone && divides && m192_fits(p, m, d, c, M128Cost::slopes(p));
 }
 inline bool prefers_m192_cap(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
@@ -329,7 +329,7 @@ inline bool prefers_m192_cap(const Problem& p, const Modifiers& m, const DeviceI
   return alone && m192_fits(p, m, d, c, M128Cost::caps());
 }
 inline bool prefers_m192_drops(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
-  return m.rng != nullptr && !m.has_score_mod && p.softmax_scale > 0.f && m192_fits(p, m, d, c, M128Cost::drops(p));
+  return m.rng != nullptr && !m.has_score_mod && p.scale > 0.f && m192_fits(p, m, d, c, M128Cost::drops(p));
 }
 
 }  // namespace flash_ext::sm90

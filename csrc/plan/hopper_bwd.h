@@ -5,7 +5,8 @@
 
 namespace flash_ext::sm90 {
 
-// Whether tiles of 128 keys and of 128 queries of short sequences have a multiprocessor each. Evidence: split-bwd-short.
+// Whether tiles of 128 keys and of 128 queries of short sequences have a multiprocessor each. Evidence:
+// split-bwd-short.
 inline bool has_few_tiles(const Problem& p, const DeviceInfo& d) {
   if (p.is_varlen() || d.batch_invariant || std::max(p.seqlen_q, p.seqlen_k) > 1024) return false;
   const auto tiles = [&](int64_t rows, int64_t heads) { return (rows + 127) / 128 * heads * p.batch; };
@@ -13,14 +14,14 @@ inline bool has_few_tiles(const Problem& p, const DeviceInfo& d) {
 }
 
 // Whether all keys of a sequence lie in one block: what a step gives of dQ is then all of it, and is stored at once,
-// without sums in memory, a pass that zeroes and one that converts. Calls without modifiers take this kernel for it as well
-// (prefers_whole_keys()), in which both warpgroups have keys. Evidence: whole-keys, grid.
+// without sums in memory, a pass that zeroes and one that converts. Calls without modifiers take this kernel for it as
+// well (prefers_whole_keys()), in which both warpgroups have keys. Evidence: whole-keys, grid.
 inline bool has_whole_keys(const Problem& p, const Constraints& c) {
   return c.short_kernels && !p.is_varlen() && p.seqlen_k <= bwd_mod_tile(64, false).block_n() &&
          std::max(p.head_dim, p.head_dim_v) <= 128;
 }
-// The same of packed sequences that are so short on average: each whose keys are in one block has its dQ stored, and others,
-// which only the device knows, add theirs.
+// The same of packed sequences that are so short on average: each whose keys are in one block has its dQ stored, and
+// others, which only the device knows, add theirs.
 inline bool has_short_sequences(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   return c.short_kernels && p.is_varlen() && !d.batch_invariant &&
          p.total_k <= int64_t{bwd_mod_tile(64, false).block_n()} * p.batch && std::max(p.head_dim, p.head_dim_v) <= 128;
@@ -28,8 +29,8 @@ inline bool has_short_sequences(const Problem& p, const DeviceInfo& d, const Con
 inline bool stores_dq(const Problem& p, const DeviceInfo& d, const Constraints& c, bool deterministic) {
   return has_whole_keys(p, c) || (!deterministic && has_short_sequences(p, d, c));
 }
-// The same in the kernel without modifiers, with two warpgroups that have 128 keys each, or above head_dim 64 share 128, whose
-// dQ is then of 16 bits.
+// The same in the kernel without modifiers, with two warpgroups that have 128 keys each, or above head_dim 64 share
+// 128, whose dQ is then of 16 bits.
 inline bool has_stored_dq(const Problem& p, const Constraints& c, bool wide) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   if (!c.short_kernels || p.is_varlen() || p.total_k <= 0 || !has_stored_tile(size)) return false;
@@ -52,9 +53,9 @@ int fastest_splits(int64_t steps, double share, const TimeOf& time_of) {
   return best;
 }
 
-// Among how many CTAs the queries of a head are divided where one warpgroup has all its keys. Time is counted in steps of 64
-// queries. Begin and end of a CTA cost two steps. The sums cost two, and 0.15 for each part. CTAs that have a multiprocessor
-// to themselves are faster. Evidence: q-splits.
+// Among how many CTAs the queries of a head are divided where one warpgroup has all its keys. Time is counted in steps
+// of 64 queries. Begin and end of a CTA cost two steps. The sums cost two, and 0.15 for each part. CTAs that have a
+// multiprocessor to themselves are faster. Evidence: q-splits.
 inline int q_splits_of_short(const Problem& p, const DeviceInfo& d, const Constraints& c, int64_t tiles) {
   constexpr double kEnds = 2., kSums = 2., kPerPart = 0.15, kAlone = 0.7, kLastAlone = 0.85, kShare = 0.9;
   const int64_t steps = (p.seqlen_q + 63) / 64;
@@ -85,8 +86,8 @@ inline bool prefers_stored_short(const Problem& p, const DeviceInfo& d, const Co
   return (p.seqlen_k <= 64 || splits > 1 || !has_few_tiles(p, d)) && (has_few_queries || blocks * splits >= least);
 }
 
-// Whether the portable kernel for short sequences is faster, which does nothing for rows that are not there, but takes 10 to
-// 25 us for one head. Evidence: short.
+// Whether the portable kernel for short sequences is faster, which does nothing for rows that are not there, but takes
+// 10 to 25 us for one head. Evidence: short.
 inline bool prefers_short_sm80(const Problem& p, const DeviceInfo& d) {
   const int size = std::max(p.head_dim, p.head_dim_v), rows = std::max(p.seqlen_q, p.seqlen_k);
   if (size > 128) return rows <= 32;
@@ -98,10 +99,10 @@ inline bool prefers_short_sm80(const Problem& p, const DeviceInfo& d) {
   return rows <= (size <= 32 ? (many ? of_many : 32) : many ? 32 : 16);
 }
 
-// Blocks of 256 keys, 128 a warpgroup, in the fused backward with modifiers. One takes 7/4 of the time of one of 128. Equal blocks
-// run in whole rounds of the multiprocessors; unequal ones fill them from two a multiprocessor on. Masks must leave most of
-// them whole, but bit masks whose words TMA brings: those pay from fewer keys on, where no bound cuts tiles as well. Loaders are
-// too slow to make words of bit masks. Evidence: fused-bwd-mod.
+// Blocks of 256 keys, 128 a warpgroup, in the fused backward with modifiers. One takes 7/4 of the time of one of 128.
+// Equal blocks run in whole rounds of the multiprocessors; unequal ones fill them from two a multiprocessor on. Masks
+// must leave most of them whole, but bit masks whose words TMA brings: those pay from fewer keys on, where no bound
+// cuts tiles as well. Loaders are too slow to make words of bit masks. Evidence: fused-bwd-mod.
 inline constexpr int kLeastBroughtKeys = 512;
 inline bool prefers_wide_mod(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
   if (c.wide_tiles) return *c.wide_tiles;
@@ -115,9 +116,9 @@ inline bool prefers_wide_mod(const Problem& p, const Modifiers& m, const DeviceI
   return 7 * cost(wide) < 4 * cost(others) && !makes_words && !has_short_window(p) && average_keys(p) >= least_keys;
 }
 
-// Among how many CTAs the queries of a block of keys are divided, where there are few blocks: each makes dK and dV of its
-// queries in fp32, and one more kernel adds them. Counted in steps of 64 queries, of which a block that begins and ends costs
-// one and a half, and the sums three. Evidence: q-splits.
+// Among how many CTAs the queries of a block of keys are divided, where there are few blocks: each makes dK and dV of
+// its queries in fp32, and one more kernel adds them. Counted in steps of 64 queries, of which a block that begins and
+// ends costs one and a half, and the sums three. Evidence: q-splits.
 inline int q_splits_of(const Problem& p, const DeviceInfo& d, const Constraints& c, int64_t tiles, bool dynamic) {
   const int64_t steps = (p.seqlen_q + 63) / 64 * int64_t{p.num_heads / std::max(1, p.num_heads_k)};
   if (p.is_varlen() || tiles <= 0 || tiles > INT32_MAX / 64) return 1;
@@ -130,8 +131,9 @@ inline int q_splits_of(const Problem& p, const DeviceInfo& d, const Constraints&
   return fastest_splits(steps, 0.95, time_of);
 }
 
-// Whether the kernel with modifiers stores dQ of a plain call. From head_dim 65 to 96 the kernel without them is faster but
-// where queries are shared out, and has dQ in 16 bits alone; whichever runs, results have the same bits. Evidence: whole-keys.
+// Whether the kernel with modifiers stores dQ of a plain call. From head_dim 65 to 96 the kernel without them is faster
+// but where queries are shared out, and has dQ in 16 bits alone; whichever runs, results have the same bits. Evidence:
+// whole-keys.
 inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Constraints& c, bool wide) {
   const bool few = has_few_tiles(p, d);  // where the number of parts is asked for, they still run here
   if (c.dq_pool || (few && !c.q_splits)) return false;
@@ -142,8 +144,8 @@ inline bool prefers_whole_keys(const Problem& p, const DeviceInfo& d, const Cons
 }
 
 // Whether additions to dQ in a fixed order are faster than others, so that calls get them that did not ask: their first
-// one needs no zeros, and where few blocks of keys see a tile of queries they hardly wait for each other. Grouped heads,
-// whose CTAs hold the same tiles of queries at a time, wait sooner. Evidence: ordered-short, grid.
+// one needs no zeros, and where few blocks of keys see a tile of queries they hardly wait for each other. Grouped
+// heads, whose CTAs hold the same tiles of queries at a time, wait sooner. Evidence: ordered-short, grid.
 inline bool prefers_order(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   const int size = padded_head_dim(p.head_dim, p.head_dim_v);
   if (p.is_varlen() || size <= 64 || size > 128 || c.dq_pool) return false;
@@ -156,9 +158,9 @@ inline bool prefers_order(const Problem& p, const DeviceInfo& d, const Constrain
   return is_short() && make_grid(p, d, false, bwd_tile(size).block_n()).ctas >= 3 * d.num_sms;
 }
 
-// Whether dK and dV on the one hand and dQ on the other are faster in kernels of their own, with 7 products instead of 5
-// but without a dQ in fp32 that one pass zeroes and another one converts, which few rows notice. Where tiles are few the two
-// run side by side, and head sizes from 65 on go as 128 too. The batch-invariant mode does not take it, because
+// Whether dK and dV on the one hand and dQ on the other are faster in kernels of their own, with 7 products instead of
+// 5 but without a dQ in fp32 that one pass zeroes and another one converts, which few rows notice. Where tiles are few
+// the two run side by side, and head sizes from 65 on go as 128 too. The batch-invariant mode does not take it, because
 // it depends on the number of heads. Evidence: split-bwd-short, grid.
 inline bool prefers_split_bwd(const Problem& p, const DeviceInfo& d, const Constraints& c) {
   if (p.is_varlen() || c.dq_pool || d.batch_invariant) return false;
@@ -192,10 +194,10 @@ inline bool prefers_dq_pool(const Problem& p, int size) {
   return !has_unequal_tiles(p) || (causal && size == 128 && p.seqlen_k >= 1536 && p.seqlen_k < 4096);
 }
 
-// How long a backward takes whose CTAs divide the last work tiles among them (StreamK in bwd/config.cuh), where 1 is its time
-// with whole ones, of which the last ones leave multiprocessors idle. Counted in steps, of which a work tile that begins and
-// ends costs four. Not of grouped heads: CTAs then read different query heads at a time, which the L2 cache does not hold.
-// Evidence: stream-k.
+// How long a backward takes whose CTAs divide the last work tiles among them (StreamK in bwd/config.cuh), where 1 is
+// its time with whole ones, of which the last ones leave multiprocessors idle. Counted in steps, of which a work tile
+// that begins and ends costs four. Not of grouped heads: CTAs then read different query heads at a time, which the L2
+// cache does not hold. Evidence: stream-k.
 inline double time_with_stream_k(const Problem& p, const DeviceInfo& d, int64_t tiles) {
   const int64_t ctas = d.num_sms, steps = query_tiles_per_head(p), most = int64_t{INT32_MAX} / 2;
   if (p.num_heads != p.num_heads_k || has_unequal_tiles(p) || d.batch_invariant || ctas <= 0) return 1;
@@ -264,8 +266,8 @@ inline bool is_bias_gradient_taken(const Problem& p, const Modifiers& m, const B
 }
 
 // What is left to the portable kernels: a softcap together with dropout or with anything that is added to scores; and a
-// bias that differs from row to row and whose rows cannot be asked for ahead. Not deterministic up to head_dim 128, what
-// kernels that add in any order do faster: a 16-bit bias there is taken before, by bwd_mod/kernel.cuh or by those.
+// bias that differs from row to row and whose rows cannot be asked for ahead. Not deterministic up to head_dim 128,
+// what kernels that add in any order do faster: a 16-bit bias there is taken before, by bwd_mod/kernel.cuh or by those.
 inline bool is_split_mod_taken(const Problem& p, const Modifiers& m, bool deterministic) {
   if (m.softcap > 0.f && (m.adds() || m.rng != nullptr)) return false;
   if (m.bias.ptr == nullptr || m.bias.row_stride == 0 || (m.bias.is_float && m.bias.col_stride == 1)) return true;

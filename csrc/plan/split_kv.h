@@ -1,5 +1,5 @@
-// Whether a forward of few queries shares the keys of a head out over the GPU, and into how many parts. Functions of shapes
-// and the device alone, so the same call always adds in the same order. No CUDA, no torch.
+// Whether a forward of few queries shares the keys of a head out over the GPU, and into how many parts. Functions of
+// shapes and the device alone, so the same call always adds in the same order. No CUDA, no torch.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 
 namespace flash_ext {
 
-// Time below is in microseconds of an H200 beyond what every call takes, after other kernels have run (evidence: split-kv).
-// Memory sets the scale: a block of 64 keys at head_dim 128 takes 1 us at a multiprocessor's share of the bandwidth, one of
-// another size `weight`. On other GPUs the proportions count.
+// Time below is in microseconds of an H200 beyond what every call takes, after other kernels have run (evidence:
+// split-kv). Memory sets the scale: a block of 64 keys at head_dim 128 takes 1 us at a multiprocessor's share of the
+// bandwidth, one of another size `weight`. On other GPUs the proportions count.
 
 // What a CTA takes alone, as a share of a multiprocessor's time. Over a cache it waits longer for each tile.
 inline constexpr double kAlone = 0.6, kAloneOverCache = 1.;
@@ -32,9 +32,9 @@ struct PartsOfKeys {
 };
 
 // Into how many parts keys are split so that it takes the least time: a wave of CTAs costs 1.5 beside its keys, adding
-// up 3, 1 / 16 a part (of 64 rows 1 / 5) and the traffic of partial results, `result_bytes` a part. Candidates fill half of
-// the multiprocessors, all of them, one and a half times as many, ...; up to 4 parts of 16 rows even out the last one of a few
-// waves.
+// up 3, 1 / 16 a part (of 64 rows 1 / 5) and the traffic of partial results, `result_bytes` a part. Candidates fill
+// half of the multiprocessors, all of them, one and a half times as many, ...; up to 4 parts of 16 rows even out the
+// last one of a few waves.
 inline PartsOfKeys best_parts(int64_t items, int64_t blocks, int rows, double weight, double result_bytes, int sms,
                               int ctas_per_sm, double alone = kAlone) {
   constexpr int64_t kLeastBlocks = 2, kHalves = 8, kFewParts = 4, kFewWaves = 4;
@@ -85,16 +85,16 @@ inline double time_unsplit(const FewQueries& few, int num_heads_k, double weight
   return std::max(waves * blocks * (0.42 + 0.4 * weight), 1.1 * memory);
 }
 
-// What they take to begin, where a kernel for 64 rows does not take as long: they have two or three times as much code, which
-// comes from memory too when other kernels have run in between. The smaller ones for short sequences have less.
+// What they take to begin, where a kernel for 64 rows does not take as long: they have two or three times as much code,
+// which comes from memory too when other kernels have run in between. The smaller ones for short sequences have less.
 inline constexpr double kStart = 4., kStartOfSmall = 2.;
 
 // A call of fewer keys is one for short sequences.
 inline constexpr int64_t kLeastKeysOfLong = 128;
 
-// Into how many parts, from one dense sequence and the query heads of one key head: neither the batch nor the number of heads
-// or multiprocessors may change how results are rounded. Packed sequences, of which only averages are known here, have no
-// parts. Evidence: split-kv.
+// Into how many parts, from one dense sequence and the query heads of one key head: neither the batch nor the number of
+// heads or multiprocessors may change how results are rounded. Packed sequences, of which only averages are known here,
+// have no parts. Evidence: split-kv.
 inline int invariant_parts(const Problem& p, const FewQueries& few) {
   constexpr int64_t kMostRows = 64, kLeastKeys = 1024, kKeysOfPart = 512;
   if (p.is_varlen() || few.rows > kMostRows || few.keys < kLeastKeys) return 0;

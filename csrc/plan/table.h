@@ -40,7 +40,7 @@ inline int padded(const Problem& p) { return padded_head_dim(p.head_dim, p.head_
 inline int split_padded(const Problem& p) { return padded_split_head_dim(p.head_dim, p.head_dim_v); }
 inline SmemClass class_of(Dev d) { return smem_class(d.cc_major, d.smem_per_block); }
 // Problem::score_factor, which a request does not have yet.
-inline float factor_of(const Problem& p) { return p.softmax_scale > 0.f ? 1.f : p.softmax_scale < 0.f ? -1.f : 0.f; }
+inline float factor_of(const Problem& p) { return p.scale > 0.f ? 1.f : p.scale < 0.f ? -1.f : 0.f; }
 // What TMA reads and stores. Rows of contiguous results begin on 16 bytes where head sizes are multiples of 8.
 inline bool tma_fwd(Req r) { return r.problem.tma_ready && r.problem.head_dim_v % 8 == 0; }
 inline bool always(Req, Dev) { return true; }

@@ -10,6 +10,7 @@
 
 namespace flash_ext::ptx {
 
+inline constexpr int kWarpThreads = 32, kWarpgroupThreads = 128;
 inline constexpr unsigned kFullWarp = 0xffffffffu;  // the lanes of a shuffle or vote: all
 
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
@@ -62,7 +63,8 @@ __device__ __forceinline__ void cp_async_4(uint32_t dst, const void* src, int by
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
-// Completes an arrival at `bar` when what this thread has copied is there; the arrival is one more than the barrier counts.
+// Completes an arrival at `bar` when what this thread has copied is there; the arrival is one more than the barrier
+// counts.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];\n" ::"r"(bar) : "memory");
 }
@@ -338,7 +340,6 @@ __device__ __forceinline__ uint2 bytes_as_half(uint32_t bytes) {
   }
 }
 
-// Named barriers: `threads` is the number of threads that arrive or wait, a multiple of 32.
 // Named barriers of a CTA; 0 is that of __syncthreads(). Of the first three a kernel uses one.
 enum NamedBarrier : int {
   kPingpongBarrier = 1,  // + consumer warpgroup: whose products are next
@@ -348,6 +349,7 @@ enum NamedBarrier : int {
   kConverterBarrier = 15,  // the two warps that convert dQ meet
 };
 
+// `threads`: how many arrive or wait, a multiple of 32.
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }

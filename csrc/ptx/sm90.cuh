@@ -13,8 +13,8 @@ namespace flash_ext::ptx {
 
 // ---- mbarrier -----------------------------------------------------------------------------------
 
-// Racecheck of compute-sanitizer does not follow a lane that arrives for its warp. In debug builds every lane arrives for
-// itself, and whoever arrives alone counts as many.
+// Racecheck of compute-sanitizer does not follow a lane that arrives for its warp. In debug builds every lane arrives
+// for itself, and whoever arrives alone counts as many.
 #if FLASH_EXT_DEBUG
 inline constexpr uint32_t kArrivalsOfOne = 32;
 #else
@@ -194,8 +194,8 @@ __device__ __forceinline__ void bar_arrive_only(int id, int threads) {
   asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Registers a thread of each warpgroup, all together, that a launch of so many warpgroups gets and setmaxnreg shares out, with
-// so many CTAs a multiprocessor.
+// Registers a thread of each warpgroup, all together, that a launch of so many warpgroups gets and setmaxnreg shares
+// out, with so many CTAs a multiprocessor.
 template <int kWarpgroups, int kCtas = 1>
 inline constexpr int kRegisterBudget = kWarpgroups * (512 / (kWarpgroups * kCtas) / 8 * 8);
 
@@ -336,8 +336,8 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kCount], uint32_t a0, uint32
   }
 }
 
-// d (64 x 2 kCount, fp32) += A (64 x 16, bf16) B (16 x 2 kCount). A: rows that are the same, of which a thread has `a` of the
-// first 8 columns, 0 behind. B, with its columns side by side: 8 rows, which serve twice.
+// d (64 x 2 kCount, fp32) += A (64 x 16, bf16) B (16 x 2 kCount). A: rows that are the same, of which a thread has `a`
+// of the first 8 columns, 0 behind. B, with its columns side by side: 8 rows, which serve twice.
 inline constexpr uint32_t kDescriptorHighOneGroup = 1u << 30;  // 0 bytes between groups of 8 rows
 #define FX_WGMMA_RS_ONE_GROUP(N, COUNT, A, ZERO, B, H) \
   asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%" #B ", %" #H "};\n" \

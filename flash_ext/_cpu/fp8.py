@@ -364,14 +364,14 @@ def forward(
     row_max = lse.clone()
     offsets = torch.zeros_like(lse)
     if row_offset is not None:
-        offsets = spec.softmax_scale * (row_offset.unsqueeze(0) if packed else row_offset)
+        offsets = spec.scale * (row_offset.unsqueeze(0) if packed else row_offset)
     for b, rows, keys in _pieces(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k):
         keys_t = k[b, keys].float().permute(1, 2, 0).repeat_interleave(group, 0)  # (h, d, keys)
         values_h = values[b, keys].transpose(0, 1).repeat_interleave(group, 0)  # (h, keys, dv)
         shift = (keys.stop - keys.start) - (rows.stop - rows.start)
         for first in range(rows.start, rows.stop, BLOCK):
             part = slice(first, min(first + BLOCK, rows.stop))
-            scores = q[b, part].float().transpose(0, 1) @ keys_t * spec.softmax_scale
+            scores = q[b, part].float().transpose(0, 1) @ keys_t * spec.scale
             at = torch.arange(part.start, part.stop)[:, None] - rows.start + shift
             key = torch.arange(keys.stop - keys.start)
             hidden = torch.zeros(len(at), len(key), dtype=torch.bool)

@@ -367,7 +367,7 @@ class _ScoreTiles:
     def scores(self, q_block: Tensor, k: Tensor, rows: slice, cols: slice) -> tuple[Tensor, Tensor | None]:
         """Final scores of a tile, and tanh(x / softcap) where there is one; nothing is hidden yet."""
         mods, tanh = self.mods, None
-        scores = self.product(q_block, k[:, :, cols].mT).mul_(self.spec.softmax_scale)
+        scores = self.product(q_block, k[:, :, cols].mT).mul_(self.spec.scale)
         if mods.softcap:
             tanh = scores.div_(mods.softcap).tanh_()
             scores = tanh * mods.softcap
@@ -556,7 +556,7 @@ def _backward(
                 grads.add_tile(dscores, tiles.distance(rows, cols), rows, cols)
             if tanh is not None:
                 dscores.mul_(1 - tanh.square_())
-            dscores.mul_(tiles.spec.softmax_scale)
+            dscores.mul_(tiles.spec.scale)
             dk[:, :, cols] += tiles.grouped(dscores).mT @ tiles.grouped(q_block)
             dq[:, :, rows] += tiles.product(dscores, k[:, :, cols])
     return dq, dk, dv

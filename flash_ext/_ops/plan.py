@@ -25,7 +25,7 @@ _L2_BYTES = 60 << 20  # an H200's
 _H200 = "9.0/132"
 
 _NUMBERS = {
-    "batch": "1", "seqlen": "4096", "heads": "16", "head_dim": "128", "window": "", "page_size": "64",
+    "batch": "1", "seqlen": "4096", "heads": "16", "head_dim": "128", "window_size": "", "page_size": "64",
     "max_seqlen": "0", "gpu": "",
 }  # fmt: skip
 _CONSTRAINTS = (
@@ -70,7 +70,7 @@ def plan(text: str) -> dict[str, Any]:
     Args:
         text: words in any order: "fwd" (default) or "bwd"; "float16" or "bfloat16" (default); "causal",
             "packed" (seqlen is that of each sequence), "deterministic"; batch=B, seqlen=Q/K, heads=H/Hk,
-            head_dim=D/Dv, window=LEFT/RIGHT (one number for both); gpu=CAPABILITY/MULTIPROCESSORS, by default
+            head_dim=D/Dv, window_size=LEFT/RIGHT (one number for both); gpu=CAPABILITY/MULTIPROCESSORS, by default
             GPU 0, or an H200 where there is none; "sm90", "sm80" and constraints as ``backend=`` of
             :func:`flash_ext.attention` takes them, as row=NAME or kv_splits=N; and modifiers: softcap, alibi,
             bias (1, heads, Q, K), full_bias (batch, heads, Q, K), float_bias (in fp32), relative, dropout,
@@ -115,7 +115,7 @@ def plan(text: str) -> dict[str, Any]:
     (seqlen_q, seqlen_k), (heads, heads_k), (head_dim, head_dim_v) = (
         _pair(numbers[name]) for name in ("seqlen", "heads", "head_dim")
     )
-    left, right = _pair(numbers["window"]) if numbers["window"] else (-1, -1)
+    left, right = _pair(numbers["window_size"]) if numbers["window_size"] else (-1, -1)
     gpu = numbers["gpu"] or ("" if torch.cuda.is_available() else _H200)
     if {"fwd", "bwd"} <= words:
         raise ValueError("either fwd or bwd")

@@ -13,7 +13,7 @@ class AttnSpec:
     """Options of one attention call after validation.
 
     Attributes:
-        softmax_scale: factor on the raw dot products.
+        scale: factor on the raw dot products.
         window_left: how many keys before a query's aligned position take part, inclusive; -1 is unlimited.
         window_right: how many keys after it take part, inclusive; -1 is unlimited. Causal is 0.
 
@@ -21,7 +21,7 @@ class AttnSpec:
     ``i + seqlen_k - seqlen_q`` (bottom-right alignment).
     """
 
-    softmax_scale: float
+    scale: float
     window_left: int = -1
     window_right: int = -1
 

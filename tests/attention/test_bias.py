@@ -302,7 +302,7 @@ def test_first_tiles_hidden_by_minus_infinity(target: Target) -> None:
 def test_softcap_of_every_size(target: Target) -> None:
     """1e-3 to 1e6 with scores up to 1e5: saturated, in between and as good as off; 0 is off, bit for bit."""
     cases = [
-        dense(2, 100, 140, 4, 2, 64, softmax_scale=scale, dtype=dtype, dlse=True, mods=(f"softcap{cap}",))
+        dense(2, 100, 140, 4, 2, 64, scale=scale, dtype=dtype, dlse=True, mods=(f"softcap{cap}",))
         for cap in ("0.001", "1", "30", "99", "101", "1e6")
         for scale in (None, 5000.0)
         for dtype in ("fp16", "bf16")
@@ -322,7 +322,7 @@ def test_unusual_scales_beside_every_modifier(target: Target) -> None:
     names = ("padding", "mask_b1qk", "bias_1hqk_inf", "bias_b11k_f32", "blocks16x16_h", "hkeys1_h", "alibi",
              "sinks", "softcap2", "drop0.5", "documents,sinks", "mask_bhqk_blocky,alibi")  # fmt: skip
     cases = [
-        dense(2, 100, 140, 4, 2, head_dim, softmax_scale=scale, causal=causal, dlse=causal, dtype=dtype,
+        dense(2, 100, 140, 4, 2, head_dim, scale=scale, causal=causal, dlse=causal, dtype=dtype,
               mods=tuple(name.split(",")))
         for name in names
         for scale, causal in ((0.0, False), (-0.125, True), (-0.125, False), (1e-30, True))

@@ -72,7 +72,7 @@ LISTS: dict[Callable, list[Case]] = {
     probes.count_probe: cases(WEIGHED + TOGETHER),
     probes.weights_probe: cases(WEIGHED + TOGETHER + HIDING),
     probes.integer_probe: cases((*HIDING, "drop0.5", "padding,drop0.5", "documents,drop0.5")),
-    probes.ones_probe: cases((*WEIGHED, *HIDING, *TOGETHER), softmax_scale=0.5),
+    probes.ones_probe: cases((*WEIGHED, *HIDING, *TOGETHER), scale=0.5),
     probes.needle_probe: cases(WEIGHED),
     probes.sparse_dout_probe: cases((*WEIGHED, *TOGETHER)),
     probes.shift_probe: [*cases(SHIFTED + SHIFTED_TOGETHER, ("dense",), dlse=True),

@@ -224,7 +224,7 @@ def test_every_option_counts_in_every_call(target: Target) -> None:
     base = dense(1, 150, 150, 2, 1, 64, deterministic=True)
     variants: list[Case] = [
         base,
-        base.replace(softmax_scale=0.5),
+        base.replace(scale=0.5),
         base.replace(causal=True),
         base.replace(window=(9, -1)),
         base.replace(window=(9, 3)),

@@ -78,7 +78,7 @@ def test_strongly_negative_lse(target: Target) -> None:
 @on_all_tiles
 def test_unusual_scales(target: Target) -> None:
     cases = [
-        dense(2, 100, 130, 4, 2, 64, softmax_scale=scale, causal=causal, dlse=causal)
+        dense(2, 100, 130, 4, 2, 64, scale=scale, causal=causal, dlse=causal)
         for scale in (0.0, -1 / 8, 1e-30, 1e4, -0.5)
         for causal in (False, True)
     ]

@@ -115,7 +115,7 @@ def test_equals_the_oracle_on_random_shapes(data):
         dtype="fp64", num_heads=num_heads_k * data.draw(st.integers(1, 3)), num_heads_k=num_heads_k,
         head_dim=data.draw(st.integers(1, 5)), head_dim_v=data.draw(st.integers(1, 5)),
         window=(data.draw(EDGES), data.draw(EDGES)), causal=data.draw(st.booleans()),
-        softmax_scale=data.draw(st.sampled_from([0.7, -0.7])), dlse=data.draw(st.booleans()),
+        scale=data.draw(st.sampled_from([0.7, -0.7])), dlse=data.draw(st.booleans()),
     )  # fmt: skip
     if data.draw(st.booleans()):
         lengths = data.draw(st.lists(st.tuples(LENGTHS, LENGTHS), max_size=4))

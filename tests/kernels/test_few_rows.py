@@ -118,7 +118,7 @@ def test_all_multiprocessors_and_the_same_bits(target: Target, causal: bool) -> 
                 assert torch.equal(one, other), n
         assert _C.last_launch()["kernel"] == TWO
         wide = flash_ext.backward(
-            x.dout, x.q, x.k, x.v, out, lse, causal=causal, scale=case.scale,
+            x.dout, x.q, x.k, x.v, out, lse, causal=causal, scale=case.effective_scale,
             grad_dtype=torch.float32, backend=target.choice,
         )  # fmt: skip
         assert _C.last_launch()["kernel"] == TWO

@@ -69,7 +69,7 @@ def test_calls_have_the_plans_of_the_table(section: str) -> None:
 @pytest.mark.parametrize("heads", ["heads=2/1", "heads=128/1 head_dim=576/512"])
 def test_a_cache_without_queries_has_a_plan(heads: str) -> None:
     """Its window reaches no key, so that there is nothing to divide."""
-    assert planned.plan(f"fwd seqlen=0/17 {heads} window=0/0 pages {H200}")["workspace_bytes"] == 0
+    assert planned.plan(f"fwd seqlen=0/17 {heads} window_size=0/0 pages {H200}")["workspace_bytes"] == 0
 
 
 GPUS = pytest.mark.parametrize("gpu", [H200, "gpu=8.0/108"])

@@ -45,7 +45,7 @@ class Call:
     mods: Modifiers
 
     def arguments(self) -> tuple:
-        spec = (self.spec.softmax_scale, self.spec.window_left, self.spec.window_right)
+        spec = (self.spec.scale, self.spec.window_left, self.spec.window_right)
         return *(self.cu or (None, None)), 0, 0, *spec, *modifier_arguments(self.mods)
 
     def run(self, target: Target, deterministic: bool, need_qkv: bool = True) -> dict[str, Tensor]:

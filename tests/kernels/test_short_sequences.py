@@ -109,7 +109,7 @@ def test_tiles_of_64_queries_are_right(target: Target, head_dim: int) -> None:
             dense(3, 385, 385, 2, 2, head_dim, causal=True, layout="bhsd", **few),
             dense(2, 640, 333, 4, 4, head_dim, max(8, head_dim - 8), window=(100, 30), **few),
             dense(60, 192, 256, 4, 4, head_dim, causal=True, **few),
-            dense(2, 300, 70, 2, 2, head_dim, softmax_scale=-0.3, **few),
+            dense(2, 300, 70, 2, 2, head_dim, scale=-0.3, **few),
             packed([1, 130, 0, 700], [5, 130, 7, 656], num_heads=4, num_heads_k=2, head_dim=head_dim, **few),
         ],
         chosen,

@@ -93,7 +93,7 @@ def smaller_cases(case: Case) -> Iterator[Case]:
     """Simpler neighbours of a failing case, the most drastic first."""
     defaults = Case()
     plain = (
-        "layout", "dout_layout", "data", "dlse", "softmax_scale", "window", "causal", "tail", "hints",
+        "layout", "dout_layout", "data", "dlse", "scale", "window", "causal", "tail", "hints",
         "deterministic", "head_dim_v", "dtype",
     )  # fmt: skip
     for name in plain:

@@ -58,7 +58,7 @@ def random_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str 
 def run_large(x: Large, target: Target, seed: int, samples: int = 64) -> None:
     """Runs forward, and backward if there is a dout, and compares samples. Raises AssertionError."""
     spec, (cu_q, cu_k) = x.spec, x.cu_seqlens()
-    options = (0, 0, spec.softmax_scale, spec.window_left, spec.window_right, False, target.choice)
+    options = (0, 0, spec.scale, spec.window_left, spec.window_right, False, target.choice)
     _poison(2 * x.q.numel() // x.q.shape[-1] * x.v.shape[-1])
     out, lse = torch.ops.flash_ext.fwd(x.q, x.k, x.v, cu_q, cu_k, *options)
     grads: tuple[Tensor | None, ...] = (None, None, None)

@@ -127,8 +127,8 @@ def test_planted_bug_is_noticed(model, bug: str) -> None:
 
 # dk of keys whose weights lie around 2^-126, where the model loses them as ex2.approx.ftz does.
 VANISHING = [
-    dense(1, 31, 127, 3, 3, 192, softmax_scale=0.5, data="large"),
-    packed([33, 2], [33, 204], num_heads=8, num_heads_k=1, head_dim=256, softmax_scale=0.5, data="peaked"),
+    dense(1, 31, 127, 3, 3, 192, scale=0.5, data="large"),
+    packed([33, 2], [33, 204], num_heads=8, num_heads_k=1, head_dim=256, scale=0.5, data="peaked"),
 ]
 
 

@@ -315,8 +315,8 @@ __device__ __forceinline__ void bwd_body(const BwdParams& p, const ModifiersOf<T
     write_gradient<T>(acc[0], p.dv, p.problem.head_dim_v, scale, smem + T::kVAt, w, key0, lane);
   }
   if (!T::kPaired || warp >= T::kKeyWarps) {
-    write_gradient<T>(acc[T::kPaired ? 0 : 1], p.dk, p.problem.head_dim, p.problem.softmax_scale, smem + T::kKAt, w,
-                      key0, lane);
+    write_gradient<T>(acc[T::kPaired ? 0 : 1], p.dk, p.problem.head_dim, p.problem.scale, smem + T::kKAt, w, key0,
+                      lane);
   }
 }
 

@@ -1,5 +1,5 @@
-// Launches of the portable backward, for one compiled head dim and class of tiles: row statistics, dK and dV, then dQ from
-// its sums or from a kernel of its own. Included by the instantiation files only.
+// Launches of the portable backward, for one compiled head dim and class of tiles: row statistics, dK and dV, then dQ
+// from its sums or from a kernel of its own. Included by the instantiation files only.
 #pragma once
 
 #include "../../launch.h"

@@ -59,9 +59,9 @@ __device__ __forceinline__ uint32_t seen_keys(const ScoreMod& score_mod, uint32_
   return bits;
 }
 
-// Leaves the words of kQueries queries in shared memory, kPitch bytes apart, where hide_unseen() of this warp finds them;
-// false where they see all keys. `mask` is where the mask's words of these queries lie, kMaskPitch bytes apart, if the
-// call has one and the tile needs it.
+// Leaves the words of kQueries queries in shared memory, kPitch bytes apart, where hide_unseen() of this warp finds
+// them; false where they see all keys. `mask` is where the mask's words of these queries lie, kMaskPitch bytes apart,
+// if the call has one and the tile needs it.
 template <int kQueries, int kKeys, int kMaskPitch, int kPitch>
 __device__ __forceinline__ bool leave_seen_keys(uint32_t to, const ScoreMod& score_mod, uint32_t mask, int row0,
                                                 int col0, TileTests tests) {

@@ -1,5 +1,5 @@
-// What the warps of the portable backward over keys do with a query tile: a pair of them, of which the first has P and dV
-// and the second dS and dK, or one that has both.
+// What the warps of the portable backward over keys do with a query tile: a pair of them, of which the first has P and
+// dV and the second dS and dK, or one that has both.
 #pragma once
 
 #include "steps.cuh"
@@ -88,7 +88,7 @@ __device__ __forceinline__ void step_p(float (&acc_dv)[T::kKeyBlocks][T::kHeadDi
       hand_over<T>(p_slot, acc_p);
     }
     debug_delay();
-    ptx::bar_arrive(ptx::kPairBarrier + key_warp * T::kParts + part, 64);
+    ptx::bar_arrive(ptx::kPairBarrier + key_warp * T::kParts + part, 2 * ptx::kWarpThreads);
     debug_delay();
     add_product<T, T::kMods>(acc_dv, acc_p, smem_do, query0, lane);
   });
@@ -104,7 +104,7 @@ __device__ __forceinline__ void step_ds(float (&acc_dk)[T::kKeyBlocks][T::kHeadD
     float acc_ds[T::kKeyBlocks][T::kPartM / 8][4];
     multiply_values<T>(acc_ds, smem, smem_do, query0, key0, lane);
     debug_delay();
-    ptx::bar_sync(ptx::kPairBarrier + key_warp * T::kParts + part, 64);
+    ptx::bar_sync(ptx::kPairBarrier + key_warp * T::kParts + part, 2 * ptx::kWarpThreads);
     debug_delay();
     const auto for_each_block = [&](const auto& gradient) {
       const uint32_t p_slot = smem + T::kPAt + (key_warp * T::kParts + part) * T::kPBytesOfPart + lane * 16;

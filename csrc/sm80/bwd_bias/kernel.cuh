@@ -5,12 +5,12 @@
 //   dS = P * (keep * dO V^T - delta),  dbias = sum of dS over broadcast dimensions,
 //   dslope = -sum of dS * |row + shift - key|
 //
-// The gradient of a table by distance is summed over all rows and keys, too. A CTA keeps the sum of tiles at one distance
-// from the diagonal, and adds its diagonals to the entries when the next tile lies elsewhere; all tiles beyond the table's
-// reach are one such sum.
+// The gradient of a table by distance is summed over all rows and keys, too. A CTA keeps the sum of tiles at one
+// distance from the diagonal, and adds its diagonals to the entries when the next tile lies elsewhere; all tiles beyond
+// the table's reach are one such sum.
 //
-// Two matrix products more than a backward without it. Where a bias is broadcast there may be few tiles, so what they sum
-// over is split into parts that the caller adds in order.
+// Two matrix products more than a backward without it. Where a bias is broadcast there may be few tiles, so what they
+// sum over is split into parts that the caller adds in order.
 //
 // A step is one tile of scores. Q and K, then dO and V, pass through a ring of slices of 64 columns, so neither
 // registers nor shared memory depend on head_dim, and one kernel serves all of them. CTAs are as many as fit the GPU;
@@ -40,8 +40,8 @@ __device__ __forceinline__ int band_of(const BiasGradient& g, const Modifiers& m
   return min(max(step.col0 - step.row0 - shift, -far), far);
 }
 
-// Adds the diagonals of a sum of tiles to the entries of a table, which no other CTA touches. `stage`: this warp's place
-// for a bias, which such calls have none of; `stages`: that of the first warp.
+// Adds the diagonals of a sum of tiles to the entries of a table, which no other CTA touches. `stage`: this warp's
+// place for a bias, which such calls have none of; `stages`: that of the first warp.
 //
 // A lane sums what it holds of each diagonal of 8 x 8 blocks, then a diagonal of the warp's part is the sum of 8 such
 // sums, of different lanes.

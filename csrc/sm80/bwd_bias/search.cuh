@@ -48,7 +48,8 @@ struct BiasGrid {
   }
 };
 
-// Tile (m, n) of head h of batch entry b of the result, and of its lines the part `split`: every splits-th from there on.
+// Tile (m, n) of head h of batch entry b of the result, and of its lines the part `split`: every splits-th from there
+// on.
 struct BiasTile {
   uint32_t index;
   int n, m, h, b, split;

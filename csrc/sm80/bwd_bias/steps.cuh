@@ -160,16 +160,16 @@ __device__ __forceinline__ bool is_light(const Modifiers& m, TileTests tests) {
   return (tests & kTestKeys) == 0 && ((tests & kTestRows) == 0 || !asks_any<kMadeRowWords>(m));
 }
 
-// acc += dS of this warp's part of a tile, times |distance| for slopes, whose gradient is less the sum of that. For what
-// most calls ask: no soft cap, no dropout, light tests, a staged bias or (kByDistance) one by distance. Each thing is
-// done for all units before the next, so there are few branches, and code that is not needed lies apart: with a branch a
-// unit the walk through the code cost twice the arithmetic.
+// acc += dS of this warp's part of a tile, times |distance| for slopes, whose gradient is less the sum of that. For
+// what most calls ask: no soft cap, no dropout, light tests, a staged bias or (kByDistance) one by distance. Each thing
+// is done for all units before the next, so there are few branches, and code that is not needed lies apart: with a
+// branch a unit the walk through the code cost twice the arithmetic.
 template <typename T, bool kByDistance>
 __device__ __forceinline__ void add_light_gradients(BiasUnits<T>& acc, BiasUnits<T>& acc_s, BiasUnits<T>& acc_dp,
                                                     const ScoreMod& score_mod, const BiasStep& step,
                                                     const BiasPart<T>& part, bool is_slope) {
   const Modifiers& m = score_mod.m;
-  const float scale = score_mod.p.softmax_scale;
+  const float scale = score_mod.p.scale;
   // f(unit, half, row, key): row 8 half + lane / 4 of a unit and the first of its eight keys, counted in the part.
   const auto for_rows = [](const auto& f) {
     const int lane = ptx::fresh_lane();

@@ -237,13 +237,13 @@ __device__ __forceinline__ void bwd_q_body(const BwdParams& p,
   }
   if (p.dq.is_float) {
     store_float_rows<D / 8, false>(p.dq, w.b, w.q, w.h, first_row + warp_row + lane / 4, p.problem.head_dim, lane,
-                                   [&](int j, int i) { return acc_dq[0][j][i] * p.problem.softmax_scale; });
+                                   [&](int j, int i) { return acc_dq[0][j][i] * p.problem.scale; });
     return;
   }
   // Each warp reuses its own rows of Q for the result.
 #pragma unroll
   for (int db = 0; db < D / 16; ++db) {
-    const float scale = p.problem.softmax_scale;
+    const float scale = p.problem.scale;
     scale_block(acc_dq[0][2 * db], scale, scale);
     scale_block(acc_dq[0][2 * db + 1], scale, scale);
     put_block<E>(T::Tile::block(T::Tile::by_rows(smem_q, lane) + warp_row * T::Tile::kRowBytes, 0, db),

@@ -43,7 +43,7 @@ struct FwdTraits {
   // One fragment of K or V feeds 2 kMBlocks mma.
   static constexpr int kAhead = kMBlocks == 1 ? 3 : 2;
   // Of the last tile of 96 keys, 32 are taken where no row sees more: lengths of 2^n leave 32 or 64 over, and so does
-  // the diagonal. At 512 keys the other 64 cost a tenth of the call.
+  // the diagonal.
   static constexpr int kShortKeys = kBlockN % 64 == 0 ? kBlockN : 32;
   using Tile = SmemTile<D>;
 };
@@ -106,7 +106,7 @@ struct KeptRows {
   float* own;
 
   __device__ explicit KeptRows(const FwdParams& p)
-      : own(static_cast<float*>(p.schedule) + static_cast<int64_t>(blockIdx.x) * ((kO + 2 * kRows) * T::kThreads) +
+      : own(static_cast<float*>(p.kept) + static_cast<int64_t>(blockIdx.x) * ((kO + 2 * kRows) * T::kThreads) +
             ptx::fresh_thread_idx()) {}
 
   __device__ __forceinline__ void put(const float (&acc_o)[T::kMBlocks][T::kHeadDim / 8][4],

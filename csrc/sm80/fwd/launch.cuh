@@ -16,10 +16,10 @@ std::string launch_fwd_as(const FwdParams& p, const Launch& l) {
 template <int D, SmemClass kClass>
 std::string launch_fwd(const FwdCall& c, const Launch& l) {
   FwdParams p = c.p;
-  p.schedule = part_of<void>(c.workspace, c.plan.workspace.kv_stretches);
+  p.kept = part_of<void>(c.workspace, c.plan.workspace.kv_stretches);
   return dispatch_dtype(p.problem.dtype, [&]<typename E>() {
-    return p.schedule != nullptr ? launch_fwd_as<FwdTraits<E, D, kClass, true>>(p, l)
-                                 : launch_fwd_as<FwdTraits<E, D, kClass>>(p, l);
+    return l.variant == ScoreVariant::kStretches ? launch_fwd_as<FwdTraits<E, D, kClass, true>>(p, l)
+                                                 : launch_fwd_as<FwdTraits<E, D, kClass>>(p, l);
   });
 }
 

@@ -36,8 +36,8 @@ struct __align__(16) KvLane {
   const uint16_t* v;
 };
 
-// load_tile() for whole tiles of rows that are 16-byte aligned and whole chunks, from what a thread has once worked out:
-// fewer instructions for an address, none for what is the same for all tiles.
+// load_tile() for whole tiles of rows that are 16-byte aligned and whole chunks, from what a thread has once worked
+// out: fewer instructions for an address, none for what is the same for all tiles.
 template <int kBlockN, int D, int kThreads>
 struct KvLoader {
   using Tile = SmemTile<D>;

@@ -103,9 +103,9 @@ template <typename E, typename Stage, int kA, int kN>
 __device__ __forceinline__ RowTerms change_scores(float (&acc)[kA][kN][4], const ScoreMod& s, int row0, int col0,
                                                   uint32_t stage) {
   const Modifiers& m = s.m;
-  float scale = s.p.softmax_scale;
+  float scale = s.p.scale;
   if (m.softcap > 0.f) {
-    cap_scores(acc, s.p.softmax_scale * m.inv_softcap, m);
+    cap_scores(acc, s.p.scale * m.inv_softcap, m);
     scale = 1.f;
   }
   RowTerms terms;

@@ -1,7 +1,7 @@
 // Scores to weights in the forward with modifiers. The maximum of a tile costs a comparison a score and a trip around
 // the quad, and after the first tiles it hardly ever changes the one that is kept. So weights are formed with the
-// maxima there are, and their sums, which are needed anyway, tell whether that was right: a sum too large sends the warp
-// back to the products, this time for the exact maxima.
+// maxima there are, and their sums, which are needed anyway, tell whether that was right: a sum too large sends the
+// warp back to the products, this time for the exact maxima.
 #pragma once
 
 #include "../../common/fragments.cuh"

@@ -1,6 +1,6 @@
-// The backward of sequences of at most R = 16, 32, 64 or 80 queries and keys, with every modifier, in one kernel: dq, dk, dv,
-// delta, and the gradient of a bias. A CTA has all queries and keys of a head, so every sum has one owner and a fixed
-// order, and nothing is added to memory:
+// The backward of sequences of at most R = 16, 32, 64 or 80 queries and keys, with every modifier, in one kernel: dq,
+// dk, dv, delta, and the gradient of a bias. A CTA has all queries and keys of a head, so every sum has one owner and a
+// fixed order, and nothing is added to memory:
 //
 //   queries as rows: S, dP, P, dS, dQ = dS K;  keys as rows: dV = P^T dO, dK = dS^T Q
 //
@@ -262,14 +262,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBwdCtas)
       for (int j = 0; j < D / 8; ++j) scale_block(acc[j], scale, scale);
       store_short<E, D>(acc, to, at.b, h, rows, columns, tile);
     };
-    if (row0() < x.seqlen_q) store(dq[0], p.dq, at.h, x.seqlen_q, x.head_dim, x.softmax_scale, smem_v);
+    if (row0() < x.seqlen_q) store(dq[0], p.dq, at.h, x.seqlen_q, x.head_dim, x.scale, smem_v);
     if (row0() < x.seqlen_k) {
       const uint32_t of_p = WeightTile::block(WeightTile::by_cols(smem_p, ptx::fresh_lane()), 0, row0() / 16);
       float sums[D / 8][4];
       multiply_columns<T>(sums, of_p, Tile::by_rows(smem_do, ptx::fresh_lane()));
       store(sums, p.dv, at.h, x.seqlen_k, x.head_dim_v, m.keep_scale, smem_v);
       multiply_columns<T>(sums, of_p + (T::kDsAt - T::kPAt), Tile::by_rows(smem_q, ptx::fresh_lane()));
-      store(sums, p.dk, at.h, x.seqlen_k, x.head_dim, x.softmax_scale, smem_k);
+      store(sums, p.dk, at.h, x.seqlen_k, x.head_dim, x.scale, smem_k);
     }
     walk = here;
     debug_delay();

@@ -1,6 +1,6 @@
-// The forward of sequences of at most R = 16, 32, 64 or 80 queries and keys, with every modifier: a warp has 16 queries and
-// all keys, so the softmax is that of whole rows and nothing is rescaled. A CTA walks heads that share a bias, which it
-// reads once.
+// The forward of sequences of at most R = 16, 32, 64 or 80 queries and keys, with every modifier: a warp has 16 queries
+// and all keys, so the softmax is that of whole rows and nothing is rescaled. A CTA walks heads that share a bias,
+// which it reads once.
 //
 // Shared memory: Q, K, V [stages][R][D]; bias [R][R] in fp32 (own_bias.cuh); a bias of the next head alone, as it lies.
 #pragma once
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kFwdCtas)
         }
       }
       over_quad(sum, [](float x, float y) { return x + y; });
-      const float unit = m.has_score_mod ? 1.f : x.softmax_scale * x.score_factor;
+      const float unit = m.has_score_mod ? 1.f : x.scale * x.score_factor;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool unseen = top[half] == -INFINITY, empty = unseen && sum[half] == 0.f;  // not a row of NaN

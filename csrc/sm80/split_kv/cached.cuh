@@ -1,8 +1,9 @@
 // The forward for few queries over a cache (kv_cache.h): lengths and places of the keys are on the device.
 //
-// A slot is a sequence, whatever it holds, so the grid depends on shapes alone and a CUDA graph may be replayed with other
-// lengths and tables. Keys are divided into parts by the lengths of all sequences (common/key_parts.cuh); CTAs of parts that
-// are not there end at once. A sequence of one part leaves its result directly, and the merge passes over it.
+// A slot is a sequence, whatever it holds, so the grid depends on shapes alone and a CUDA graph may be replayed with
+// other lengths and tables. Keys are divided into parts by the lengths of all sequences (common/key_parts.cuh); CTAs of
+// parts that are not there end at once. A sequence of one part leaves its result directly, and the merge passes over
+// it.
 #pragma once
 
 #include "../../common/key_parts.cuh"
@@ -94,8 +95,8 @@ __global__ void __launch_bounds__(T::kThreads, 2)
   }
 }
 
-// A row is a sequence, head and query of those that may be split. Sequences of up to `narrow_rows` rows had tiles of 16 rows,
-// with blocks of `block_n` keys; KvCacheGrid has the tiles of the others.
+// A row is a sequence, head and query of those that may be split. Sequences of up to `narrow_rows` rows had tiles of 16
+// rows, with blocks of `block_n` keys; KvCacheGrid has the tiles of the others.
 template <typename E, int kPasses>
 __global__ void __launch_bounds__(SplitTile::kThreads, 5)  // else ptxas spills to have seven
     fwd_merge_cached_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ SplitGrid g,

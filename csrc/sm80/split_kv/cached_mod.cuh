@@ -1,4 +1,5 @@
-// The forward for few queries over a cache, with a softcap, slopes, sinks, and a tree of new tokens or masks and biases.
+// The forward for few queries over a cache, with a softcap, slopes, sinks, and a tree of new tokens or masks and
+// biases.
 #pragma once
 
 #include "cached.cuh"
@@ -6,8 +7,8 @@
 
 namespace flash_ext::sm80 {
 
-// Sequences of more rows than may be split have their tiles of rows shared out instead: no other kernel over a cache knows
-// modifiers, or elements of 8 bits. operands_of(CachedWork) makes T::Operands.
+// Sequences of more rows than may be split have their tiles of rows shared out instead: no other kernel over a cache
+// knows modifiers, or elements of 8 bits. operands_of(CachedWork) makes T::Operands.
 template <typename T, Knows kKnows, typename OperandsOf>
 __device__ __forceinline__ void attend_cached_mod(const FwdParams& p, const SplitGrid& g, const KvCache& cache,
                                                   const KvCacheGrid& c, const RowRange& served, const Modifiers& m,

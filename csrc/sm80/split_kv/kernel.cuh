@@ -10,7 +10,8 @@
 //   then over them, when the keys are done, fp32: [kKeyWarps][kRows][D + 8]
 //
 // With one part the result leaves directly. Otherwise each part leaves its maximum, sum and output before the division,
-// all fp32, and fwd_merge_kernel (merge.cuh) puts them together in the order of the parts: bits do not depend on timing.
+// all fp32, and fwd_merge_kernel (merge.cuh) puts them together in the order of the parts: bits do not depend on
+// timing.
 #pragma once
 
 #include "../../common/attn_mod.cuh"
@@ -63,8 +64,8 @@ __device__ __forceinline__ uint32_t load_pair(const uint16_t* row, int col, int 
   return lo | hi << 16;
 }
 
-// Rows warp_row + 8 half + 0 .. 7 of Q for A operands, straight from global memory: once a CTA, and the rings leave no room
-// for them. Of the pairs of 16 columns a lane has two, kApart columns from each other.
+// Rows warp_row + 8 half + 0 .. 7 of Q for A operands, straight from global memory: once a CTA, and the rings leave no
+// room for them. Of the pairs of 16 columns a lane has two, kApart columns from each other.
 template <typename T, int kApart>
 __device__ __forceinline__ void load_half_of_queries(uint32_t (&q)[T::kHeadDim / 16][4], const FwdParams& p,
                                                      const SplitGrid& g, const SplitWork& w, int warp_row, int half,
@@ -104,8 +105,8 @@ __device__ __forceinline__ void multiply_held(float (&acc)[1][kN][4], const uint
       });
 }
 
-// How a warp multiplies with tiles of K and V: its rows of Q stay in registers. quantized.cuh has the same for a cache of
-// 8 bits.
+// How a warp multiplies with tiles of K and V: its rows of Q stay in registers. quantized.cuh has the same for a cache
+// of 8 bits.
 template <typename T>
 struct HeldOperands {
   using E = typename T::Element;
@@ -176,7 +177,8 @@ __device__ __forceinline__ float finish_row(const RowState& s, float scale_log2,
   return s.is_empty() ? 0.f : 1.f / s.sum;
 }
 
-// What a thread's two rows see, and what becomes of their scores, in calls without modifiers. mod.cuh has the other one.
+// What a thread's two rows see, and what becomes of their scores, in calls without modifiers. mod.cuh has the other
+// one.
 struct PlainRules {
   AttnMod mod;
   int first_query, last_query;
@@ -251,10 +253,10 @@ __device__ __forceinline__ void weigh(float (&s)[1][kN][4], float (&acc_o)[1][kD
 }
 
 __device__ __forceinline__ RowState* row_states(const FwdParams& p, const SplitGrid& g, int part) {
-  return static_cast<RowState*>(p.schedule) + part * g.total_rows;
+  return static_cast<RowState*>(p.kept) + part * g.total_rows;
 }
 __device__ __forceinline__ float* partial_out(const FwdParams& p, const SplitGrid& g, int part) {
-  return reinterpret_cast<float*>(static_cast<char*>(p.schedule) + g.stats_bytes) + part * g.total_rows * g.pitch;
+  return reinterpret_cast<float*>(static_cast<char*>(p.kept) + g.stats_bytes) + part * g.total_rows * g.pitch;
 }
 
 // Adds up what the warps of the same rows have found, and stores it: the result, or that of a part. `numbers`: of the
@@ -297,8 +299,8 @@ __device__ __forceinline__ void store_rows(const FwdParams& p, const SplitGrid& 
   }
 }
 
-// One tile of rows and the blocks of keys of one part, none where begin >= end. load_rows() copies the thread's share of a
-// tile of a ring, keys from `first` on.
+// One tile of rows and the blocks of keys of one part, none where begin >= end. load_rows() copies the thread's share
+// of a tile of a ring, keys from `first` on.
 template <typename T, typename Rules, typename LoadRows, typename Numbers>
 __device__ __forceinline__ void attend(const FwdParams& p, const SplitGrid& g, const SplitWork& w, Rules& rules,
                                        const SplitRows& rows, const BlockRange& part, const uint16_t* k,

@@ -14,8 +14,8 @@ std::string launch_fwd_split_cached(const FwdCall& c, const Launch& l) {
   const SplitGrid& g = c.plan.split_kv;
   return dispatch_dtype(p.problem.dtype, [&]<typename E>() {
     if (l.kernel == KernelId::kFwdMergeCached80) {
-      const auto kernel = p.problem.head_dim_v > 128 * kMergePasses ? fwd_merge_cached_kernel<E, kLatentMergePasses>
-                                                                    : fwd_merge_cached_kernel<E, kMergePasses>;
+      const auto kernel = l.variant == ScoreVariant::kLatents ? fwd_merge_cached_kernel<E, kLatentMergePasses>
+                                                              : fwd_merge_cached_kernel<E, kMergePasses>;
       return launch_planned(l, kernel, SplitTile::kThreads, 0, p.stream, p, g, c.cache, c.plan.kv_cache, ending_of(c),
                             l.rows.above, c.plan.kv_cache.narrow_block_n);
     }

@@ -9,7 +9,7 @@ namespace flash_ext::sm80 {
 // With the place of what parts of the keys leave.
 inline FwdParams params_of(const FwdCall& c) {
   FwdParams p = c.p;
-  p.schedule = part_of<void>(c.workspace, c.plan.workspace.kv_partials);
+  p.kept = part_of<void>(c.workspace, c.plan.workspace.kv_partials);
   return p;
 }
 

@@ -9,6 +9,7 @@ namespace flash_ext::sm80 {
 
 // A pass is of 128 columns. Up to head_dim_v 256, and 512 of latents.
 inline constexpr int kMergePasses = 2, kLatentMergePasses = 4;
+static_assert(128 * kMergePasses == kMergedColumns);
 static_assert(kLatentMergePasses <= SplitTile::kWarps, "a warp stores a pass");
 template <int kPasses>
 using MergeShares = float4[SplitTile::kWarps][kPasses][32];
@@ -35,8 +36,8 @@ struct RowEnding {
   }
 };
 
-// Where a call has up to so many parts a warp puts a row together, else a CTA; plan/table.h counts CTAs by it. Both round
-// alike, since the bits of a sequence must not depend on how many parts a call may have.
+// Where a call has up to so many parts a warp puts a row together, else a CTA; plan/table.h counts CTAs by it. Both
+// round alike, since the bits of a sequence must not depend on how many parts a call may have.
 inline constexpr int kPartsOfWarp = SplitTile::kWarps;
 
 // The row that this CTA or warp puts together.
@@ -44,8 +45,8 @@ __device__ __forceinline__ uint32_t merged_row(const SplitGrid& g) {
   return g.splits <= kPartsOfWarp ? blockIdx.x * SplitTile::kWarps + threadIdx.x / 32 : blockIdx.x;
 }
 
-// Puts the parts of a row together: of a CTA, warp i has the parts i, i + 4, ..., then the four are added in order; a warp
-// alone adds up to four in order. `number`: of the row among those that have parts.
+// Puts the parts of a row together: of a CTA, warp i has the parts i, i + 4, ..., then the four are added in order; a
+// warp alone adds up to four in order. `number`: of the row among those that have parts.
 template <typename E, int kPasses>
 __device__ __forceinline__ void merge_row(const FwdParams& p, const SplitGrid& g, const RowEnding& ending,
                                           const RowPlace& at, bool inside, int64_t number, int splits,

@@ -1,9 +1,7 @@
 // The forward for few queries with everything of common/modifiers.cuh but dropout.
 //
 // Query heads of a key head are rows of one tile, so each row has a head of its own, and a lane works out what its two
-// rows see and add. That costs about 30 instructions a score; a key of 512 bytes takes a multiprocessor of an H100 about
-// 35 clocks of memory. Tiles that all rows see whole ask for no words, which would be a quarter of the time of a tree of
-// 8 tokens.
+// rows see and add, about 30 instructions a score. Tiles that all rows see whole ask for no words.
 //
 // A window beside sink tokens or a prefix leaves out keys in the middle: blocks are numbered without them.
 #pragma once

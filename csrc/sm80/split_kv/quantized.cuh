@@ -1,11 +1,12 @@
 // Keys and values of 8 bits (e4m3 or int8) in the forward for few queries over a cache.
 //
-// They become fp16, which holds each of them exactly, in the registers that multiply them: shared memory and the way to it
-// carry a byte an element. Q becomes fp16 too, each row times a power of two that keeps its largest element in range, and
-// so do weights; sums are fp32. Factors of k multiply scores, factors of v the weights or, where a head has one, the result.
+// They become fp16, which holds each of them exactly, in the registers that multiply them: shared memory and the way to
+// it carry a byte an element. Q becomes fp16 too, each row times a power of two that keeps its largest element in
+// range, and so do weights; sums are fp32. Factors of k multiply scores, factors of v the weights or, where a head has
+// one, the result.
 //
-// A 16-bit unit of a tile is two features of a key. Fragments that ldmatrix brings hold other elements than an mma of 16
-// bits wants, so the features of Q and of the result change places:
+// A 16-bit unit of a tile is two features of a key. Fragments that ldmatrix brings hold other elements than an mma of
+// 16 bits wants, so the features of Q and of the result change places:
 //   Q K^T: of 16 features, a lane's four bytes are 4 i .. 4 i + 3 (i = lane % 4), in place of 2 i, 2 i + 1, 2 i + 8, 2 i + 9
 //   P V:   a lane's bytes of two keys are features 2 n, 2 n + 1 (n = lane / 4), for two products; of 16 features it has 4 i
 //          .. 4 i + 3 of the result

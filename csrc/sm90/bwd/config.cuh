@@ -8,8 +8,8 @@
 
 namespace flash_ext::sm90 {
 
-// Tensor maps; host side: core/tensor_maps.cuh. Boxes have 64 columns, and 64 rows of q, dout and out, 128 of k and v, 16
-// of dq.
+// Tensor maps; host side: core/tensor_maps.cuh. Boxes have 64 columns, and 64 rows of q, dout and out, 128 of k and v,
+// 16 of dq.
 struct BwdMaps {
   CUtensorMap q, k, v, dout, dq, out;
 };
@@ -23,10 +23,11 @@ struct DqPoolView {
   uint32_t round_heads = 0;  // key heads of a round, counted with the batch
 };
 
-// Stream-K (Osama et al., 2023, https://arxiv.org/abs/2301.03598): work tiles from `first` on, more than one for each CTA
-// and fewer than two, are divided evenly by their steps. A CTA has neighbouring steps, at least as many as a work tile has, so
-// that of a divided work tile one CTA has the first steps (kGives) and the next CTA the others (kTakes). The first one leaves
-// its sums of dK and dV in memory, and the next one begins with them instead of zeros: the bits are those of whole work tiles.
+// Stream-K (Osama et al., 2023, https://arxiv.org/abs/2301.03598): work tiles from `first` on, more than one for each
+// CTA and fewer than two, are divided evenly by their steps. A CTA has neighbouring steps, at least as many as a work
+// tile has, so that of a divided work tile one CTA has the first steps (kGives) and the next CTA the others (kTakes).
+// The first one leaves its sums of dK and dV in memory, and the next one begins with them instead of zeros: the bits
+// are those of whole work tiles.
 struct StreamK {
   uint32_t first = 0;
   uint32_t all = 0, share = 0;  // steps of all; of a CTA, the last ones have what is left
@@ -100,8 +101,8 @@ struct TileWalk {
   }
 };
 
-// How dQ is added; in another kernel; all at once; as unordered, by CTAs that divide work tiles (StreamK): what that takes besides
-// the steps would cost causal calls of head_dim 128 a hundredth.
+// How dQ is added; in another kernel; all at once; as unordered, by CTAs that divide work tiles (StreamK): what that
+// takes besides the steps would cost causal calls of head_dim 128 a hundredth.
 enum class DqKind { kUnordered, kOrdered, kElsewhere, kStored, kStoredShort, kDivided };
 
 template <typename E, int D, DqKind kDq = DqKind::kUnordered>

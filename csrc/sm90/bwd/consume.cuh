@@ -10,8 +10,9 @@ namespace flash_ext::sm90 {
 // columns of dQ, one step late, so that neither waits for the other. S and dP of a step are issued behind dK of the
 // step before, while that runs. Of few rows dQ is another kernel's, and nothing meets (T::kMakesDq). kGroup: which
 // warpgroup, or -1 to tell at run time (where both have the same number of columns). What a step needs seldom is read
-// again from the work tile: registers that live across the loop are short. The loop is not that of consume_independent(),
-// whose steps end before the next one begins, because two blocks of keys leave no registers for scores of the next.
+// again from the work tile: registers that live across the loop are short. The loop is not that of
+// consume_independent(), whose steps end before the next one begins, because two blocks of keys leave no registers for
+// scores of the next.
 template <typename T, int kGroup>
 __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t smem, unsigned char* smem_bytes,
                                                     const BwdWorkTile* work_tiles, BwdBarriers<T> bars, int group) {
@@ -102,7 +103,7 @@ __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t s
         half.ptr = static_cast<char*>(half.ptr) + group * 64 * 2;
         // The plan says so: code for both would be called, and a call serialises products (C7510).
         half.is_float = false;
-        store_rows<E>(half, now.w.b, now.w.q, now.w.h * heads + tile_before / kStoredTiles, dq, r.softmax_scale,
+        store_rows<E>(half, now.w.b, now.w.q, now.w.h * heads + tile_before / kStoredTiles, dq, r.scale,
                       r.head_dim - group * 64, tile_before % kStoredTiles * kM + row, lane);
       } else {
         add_dq<T::kStaged>(dq_warp + static_cast<int64_t>(tile_before) * (kM * D), dq, staging, lane);
@@ -201,8 +202,8 @@ __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t s
       }
       ptx::warpgroup_fence_operand(dk);
       ptx::warpgroup_fence_operand(ds_words);
-      // racecheck reports lse and delta where dQ is made elsewhere and no __syncwarp stands here. Every lane has used its own
-      // before the products, which all lanes issue together and which this arrival has waited for.
+      // racecheck reports lse and delta where dQ is made elsewhere and no __syncwarp stands here. Every lane has used
+      // its own before the products, which all lanes issue together and which this arrival has waited for.
       arrive(bars.q_empty(stage));
       arrive(bars.dout_empty(stage));
       if constexpr (!kLast) form_weights();
@@ -254,8 +255,8 @@ __device__ __forceinline__ void consume_cooperative(const BwdArgs& a, uint32_t s
       }
       k_place ^= 1;
       if (!gives) {
-        store_rows_staged<E, kNextChunk>(p.dk, now.w.b, now.w.k, now.w.h, dk, r.softmax_scale, r.head_dim, warp_row,
-                                         staging, lane);
+        store_rows_staged<E, kNextChunk>(p.dk, now.w.b, now.w.k, now.w.h, dk, r.scale, r.head_dim, warp_row, staging,
+                                         lane);
       }
       if constexpr (T::kMakesDq) add_dq_before(dq);
       if (has_pool()) defer_arrive();

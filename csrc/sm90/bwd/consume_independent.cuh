@@ -7,8 +7,8 @@
 
 namespace flash_ext::sm90 {
 
-// Statistics of a step's rows by the consumers themselves, two threads a row: -lse and -delta in the form of passes.cuh. They
-// replace lse and its gradient. O and dO are tiles in shared memory. rows_left: of the sequence.
+// Statistics of a step's rows by the consumers themselves, two threads a row: -lse and -delta in the form of
+// passes.cuh. They replace lse and its gradient. O and dO are tiles in shared memory. rows_left: of the sequence.
 template <typename E, int kRows>
 __device__ __forceinline__ void make_row_stats(unsigned char* stats, uint32_t out, uint32_t dout, int rows_left) {
   const int row = ptx::fresh_thread_idx() % 128 / 2, half = ptx::fresh_thread_idx() % 2;
@@ -25,11 +25,11 @@ __device__ __forceinline__ void make_row_stats(unsigned char* stats, uint32_t ou
   own = half == 0 ? minus_lse : own - sum;
 }
 
-// Two warpgroups with 128 keys each, in two blocks of 64, that share nothing but the stream of Q and dO. Where these are
-// all keys (T::kStores), their parts of dQ meet in shared memory: by turns one leaves its part, and the other adds it to its
-// own and stores the sum. Both then take every step, also one whose queries see none of their keys. The loop is not that of
-// consume_cooperative(): dK and dV of two blocks fill the registers, so products go block by block within a step, and dS is
-// the warpgroup's own.
+// Two warpgroups with 128 keys each, in two blocks of 64, that share nothing but the stream of Q and dO. Where these
+// are all keys (T::kStores), their parts of dQ meet in shared memory: by turns one leaves its part, and the other adds
+// it to its own and stores the sum. Both then take every step, also one whose queries see none of their keys. The loop
+// is not that of consume_cooperative(): dK and dV of two blocks fill the registers, so products go block by block
+// within a step, and dS is the warpgroup's own.
 template <typename T>
 __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t smem, unsigned char* smem_bytes,
                                                     const BwdWorkTile* work_tiles, BwdBarriers<T> bars, int group) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
           make_row_stats<E, kM>(smem_bytes + T::kStatsAt + ring.stage * T::kStatsBytes,
                                 smem + T::kDsAt + ring.stage * T::kDsBytes, dout_at, work.w.q.length - walk.block * kM);
           debug_delay();
-          ptx::bar_sync(ptx::kGroupBarrier + group, 128);
+          ptx::bar_sync(ptx::kGroupBarrier + group, ptx::kWarpgroupThreads);
         }
       }
       const float* stats =
@@ -111,7 +111,8 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
       // Both blocks of keys use the same lse: to read it twice is slower.
       [[maybe_unused]] RegisterStats<32> lse;
       if constexpr (kBlocks == 2) lse.load(stats);
-      if constexpr (T::kDsStages == 1) ptx::bar_sync(ptx::kGroupBarrier + group, 128);  // dQ of the step before is made
+      if constexpr (T::kDsStages == 1)
+        ptx::bar_sync(ptx::kGroupBarrier + group, ptx::kWarpgroupThreads);  // dQ of the step before is made
       float s[32], dp[32];
       uint32_t p_words[16], ds_words[16];
       const auto form = [&](int b) {
@@ -139,7 +140,7 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
       take_key_blocks<E, kM, kRows, true>({k_low, v_low, q_low, dout_low}, s, dp, p_words, ds_words, dk, dv, stats + kM,
                                           form);
       debug_delay();
-      ptx::bar_sync(ptx::kGroupBarrier + group, 128);
+      ptx::bar_sync(ptx::kGroupBarrier + group, ptx::kWarpgroupThreads);
       const int tile = (T::kPool ? work.dq_tile : work.tile) + walk.head * a.tiles_per_head + walk.block;
       float* const to = a.p.dq_accum + static_cast<int64_t>(tile) * (kM * D);
       // dQ by chunks of columns, because registers for all of them are short.
@@ -169,8 +170,8 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
         [[maybe_unused]] float* const chunk_to = to + kFirst * kM + warp * 16 * kColumns;
         const auto store_dq = [&] {
           const Problem& p = a.p.problem;
-          store_rows<E, kFirst>(a.p.dq, work.w.b, work.w.q, work.w.h * heads + walk.head, dq, p.softmax_scale,
-                                p.head_dim, walk.block * kM + row, lane);
+          store_rows<E, kFirst>(a.p.dq, work.w.b, work.w.q, work.w.h * heads + walk.head, dq, p.scale, p.head_dim,
+                                walk.block * kM + row, lane);
         };
         if constexpr (T::kStores && T::kGroups == 1) {
           if (work.w.k.length <= T::kBlockN) {
@@ -179,9 +180,9 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
             add_dq<false>(chunk_to, dq, staging, lane);
           }
         } else if constexpr (T::kStores) {
-          // A thread meets the one of the other warpgroup that has the same queries and columns. What it left has been read
-          // before it writes there again, two steps later: in between it waits for the other's part. Two barriers by turns,
-          // because one warpgroup may come to the next step's before the other has come to this one's.
+          // A thread meets the one of the other warpgroup that has the same queries and columns. What it left has been
+          // read before it writes there again, two steps later: in between it waits for the other's part. Two barriers
+          // by turns, because one warpgroup may come to the next step's before the other has come to this one's.
           const uint32_t part = smem + T::kExchangeAt + (warp * 32 + lane) * 16,
                          meeting = ptx::kExchangeBarrier + ds_stage;
           debug_delay();
@@ -190,7 +191,7 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
             for (int i = 0; i < D / 8; ++i) ptx::store_shared(part + i * 2048, four_of(dq, i));
             ptx::bar_arrive_only(meeting, 256);
           } else {
-            ptx::bar_sync(meeting, 256);
+            ptx::bar_sync(meeting, 2 * ptx::kWarpgroupThreads);
 #pragma unroll
             for (int i = 0; i < D / 8; ++i) {
               const float4 other = ptx::load_shared(part + i * 2048);
@@ -239,7 +240,7 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
       for (int b = 0; b < kBlocks; ++b) {
         const int key = first_key + b * 64 + row;
         store_rows<E>(a.p.dv, work.w.b, work.w.k, h, dv[b], 1.f, p.head_dim_v, key, lane);
-        store_rows<E>(a.p.dk, work.w.b, work.w.k, h, dk[b], p.softmax_scale, p.head_dim, key, lane);
+        store_rows<E>(a.p.dk, work.w.b, work.w.k, h, dk[b], p.scale, p.head_dim, key, lane);
       }
     }
     __syncwarp();

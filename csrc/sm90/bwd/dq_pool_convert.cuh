@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_float_piece(const BwdParams& p, uint32_t p
     const float2 x = ptx::load_shared_pair(piece + i / 4 * 512 + i % 4 / 2 * 1024 + lane * 16 + i % 2 * 8);
     const int row = at.row + i / 4 * 8 + lane / 4, column = first + i % 4 * 8;
     if (row >= p.problem.seqlen_q || column >= p.problem.head_dim) continue;
-    const float scale = p.problem.softmax_scale;
+    const float scale = p.problem.scale;
     float* const to = float_row_pointer(p.dq, at.b, row, at.h) + column;
     *reinterpret_cast<float2*>(to) = make_float2(x.x * scale, x.y * scale);
   }
@@ -70,7 +70,7 @@ __device__ __forceinline__ void convert_dq(const BwdArgs& a, const BwdMaps& maps
     ptx::fence_proxy_async();
   }
   debug_delay();
-  ptx::bar_sync(ptx::kConverterBarrier, 64);
+  ptx::bar_sync(ptx::kConverterBarrier, 2 * ptx::kWarpThreads);
   PipelineState<T::kWorkStages> work_ring;
   PipelineState<kPieceStages> pieces;
   bool tells = which == 0;
@@ -122,7 +122,7 @@ __device__ __forceinline__ void convert_dq(const BwdArgs& a, const BwdMaps& maps
       const uint32_t piece = pieces_at + pieces.stage * BwdTile::kPieceBytes;
       wait(piece_full(pieces.stage), pieces.phase);
       if (!a.p.dq.is_float) {
-        convert_piece<E>(piece, a.p.problem.softmax_scale, ptx::fresh_lane());
+        convert_piece<E>(piece, a.p.problem.scale, ptx::fresh_lane());
         ptx::fence_proxy_async();
       } else {
         store_float_piece(a.p, piece, place_of<D>(pool, tile, i));

@@ -1,5 +1,5 @@
-// Launches of the fused Hopper backward, for one compiled head dim: row statistics, dQ, dK and dV, then dQ from its sums
-// where it has any. Included by the instantiation files only.
+// Launches of the fused Hopper backward, for one compiled head dim: row statistics, dQ, dK and dV, then dQ from its
+// sums where it has any. Included by the instantiation files only.
 #pragma once
 
 #include "../fwd/launch.cuh"
@@ -74,7 +74,7 @@ std::string launch_bwd_as(const BwdCall& c, const Launch& l) {
     }
   }
   if (T::kUnits) a.query_splits = Divisor(static_cast<uint32_t>(c.plan.q_splits));
-  if (T::kMayMakeStats && !c.plan.workspace.row_stats) {
+  if (T::kMayMakeStats && l.makes_stats) {
     a.makes_stats = true;
     if (error.empty()) error = encode_map(maps.out, c.p.out, r, r.head_dim_v, r.seqlen_q, r.num_heads, T::kBlockM);
   }
@@ -100,9 +100,8 @@ std::string launch_row_stats_and_zero(const BwdCall& c, const Launch& l) {
     zeroed.num_words = static_cast<int>(w.stream_k_words.bytes / 4);
   } else if (l.dq == DqMode::kStored) {
     zeroed = {.stored_keys = c.plan.main_launch().block_n, .dq_rows = c.plan.zeroes_dq};
-  } else if (D == 64 && r.head_dim <= 32 && c.plan.main_launch().kernel == KernelId::kBwdFusedMod90) {
-    zeroed.half = true;  // that kernel adds to no others
   }
+  zeroed.half = l.zeroes_half;
   return launch_planned(l, row_stats_and_zero_kernel<E, D>, kPassThreads, 0, c.p.stream, c.hopper(),
                         tile_grid(c, l, BwdTile::kBlockM), part_of<uint32_t>(c.workspace, w.dq_semaphore), zeroed);
 }

@@ -48,8 +48,8 @@ __device__ __forceinline__ void for_query_tiles(const BwdParams& p, const TileGr
   for (int left = grid.unit_heads; left > 0; --left, ++tile.w.h, tile.index += grid.tiles_per_head) use(tile);
 }
 
-// lse and delta of the kBlockM rows of a tile. All loads are on their way before the first sum: row by row the pass has half
-// the speed of a copy.
+// lse and delta of the kBlockM rows of a tile. All loads are on their way before the first sum: row by row the pass has
+// half the speed of a copy.
 template <typename E, int D, int kBlockM>
 __device__ __forceinline__ void store_row_stats(const BwdParams& p, const QueryTile& tile) {
   constexpr int kLanes = kPassLanes<D>, kRows = kPassThreads / kLanes, kCount = kBlockM / kRows;
@@ -85,9 +85,9 @@ __device__ __forceinline__ void store_row_stats(const BwdParams& p, const QueryT
   }
 }
 
-// Accumulators that the first pass zeroes, at a compiled head_dim of 64 it may be those of the first 32 columns, and words of a
-// pool or of Stream-K. Sequences with at most `stored_keys` keys have no accumulators, because their dq is stored: of them
-// it zeroes rows of dq that nobody else may write, if there are no keys or `dq_rows` says so.
+// Accumulators that the first pass zeroes, at a compiled head_dim of 64 it may be those of the first 32 columns, and
+// words of a pool or of Stream-K. Sequences with at most `stored_keys` keys have no accumulators, because their dq is
+// stored: of them it zeroes rows of dq that nobody else may write, if there are no keys or `dq_rows` says so.
 struct Zeroed {
   int64_t tiles = INT64_MAX;
   bool half = false;
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kPassThreads)
   });
 }
 
-// dq = softmax_scale * dq_accum, in the type of dq. A warp takes the 16 rows that it has as a consumer. The kernel leaves out
+// dq = scale * dq_accum, in the type of dq. A warp takes the 16 rows that it has as a consumer. The kernel leaves out
 // sequences with at most `stored_keys` keys, whose dq is there.
 template <typename E, int D>
 __device__ __forceinline__ void convert_tile(const BwdParams& p, const QueryTile& tile) {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void convert_tile(const BwdParams& p, const QueryTile
     float* to = dq + i / 2 * 8 + i % 2 * 2;
     to[0] = x.x, to[1] = x.y, to[4] = x.z, to[5] = x.w;
   }
-  store_rows<E>(p.dq, tile.w.b, tile.w.q, tile.w.h, dq, p.problem.softmax_scale, p.problem.head_dim,
+  store_rows<E>(p.dq, tile.w.b, tile.w.q, tile.w.h, dq, p.problem.scale, p.problem.head_dim,
                 tile.w.block * 64 + warp * 16 + lane / 4, lane);
 }
 

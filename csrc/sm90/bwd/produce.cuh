@@ -38,9 +38,9 @@ __device__ __forceinline__ bool fetches_in_order(const BwdArgs& a) {
   return T::kOrdered || (T::kPool && !T::kDivides && a.pool.words != nullptr);
 }
 
-// The work tile behind `present`, or the first one where `present` is below 0; where nothing is left, one that is too large.
-// Of those that a CTA has a part of the last one comes first, whose sums another CTA waits for: that one needs them for its
-// last one. CTAs wait for those before them alone, which have begun.
+// The work tile behind `present`, or the first one where `present` is below 0; where nothing is left, one that is too
+// large. Of those that a CTA has a part of the last one comes first, whose sums another CTA waits for: that one needs
+// them for its last one. CTAs wait for those before them alone, which have begun.
 __device__ __forceinline__ uint32_t next_static_tile(const StreamK& s, const TileScheduler& d, int present) {
   const uint32_t next = present < 0 ? blockIdx.x : present + gridDim.x;
   if (s.sums == nullptr || next < s.first) return next;
@@ -153,7 +153,8 @@ __device__ __forceinline__ void schedule_work(const BwdArgs& a, const BwdMaps& m
 #pragma unroll 1
         for (int left = a.unit_heads; --left > 0;) {
           wait(bars.work_empty(work_ring.stage), work_ring.phase);
-          // A lane copies a word of the work tile before, but of the last one, which is the scheduler's: registers are short.
+          // A lane copies a word of the work tile before, but of the last one, which is the scheduler's: registers are
+          // short.
           static_assert(sizeof(BwdWorkTile) <= 4 * 32 && T::kWorkStages == 2);
           static_assert(offsetof(BwdWorkTile, round) + 8 == sizeof(BwdWorkTile), "share and index are the last word");
           if (const int word = ptx::fresh_lane(); word + 1 < static_cast<int>(sizeof(BwdWorkTile) / 4)) {

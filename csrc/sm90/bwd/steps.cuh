@@ -58,7 +58,8 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kCount], uint32_t ds, uint3
   });
 }
 
-// -lse or -delta of a thread's queries in registers: read before a wait for scores, and once for several blocks of keys.
+// -lse or -delta of a thread's queries in registers: read before a wait for scores, and once for several blocks of
+// keys.
 template <int kCount>
 struct RegisterStats {
   float2 x[kCount / 4];
@@ -312,9 +313,9 @@ __device__ __forceinline__ void fence_blocks(float (&dk)[kBlocks][kCount], float
   }
 }
 
-// Adds to dK and dV what kM queries give, block by block, because registers do not hold S and dP of two. `form` waits for S and
-// dP of a block, leaves P and dS in the words, and stores dS. The last products still run afterwards. kFromDelta: the first
-// dP starts from -delta.
+// Adds to dK and dV what kM queries give, block by block, because registers do not hold S and dP of two. `form` waits
+// for S and dP of a block, leaves P and dS in the words, and stores dS. The last products still run afterwards.
+// kFromDelta: the first dP starts from -delta.
 template <typename E, int kM, int kRows, bool kFromDelta, int kBlocks, int kCount, typename Form>
 __device__ __forceinline__ void take_key_blocks(KeyBlockTiles low, float (&s)[32], float (&dp)[32],
                                                 uint32_t (&p_words)[16], uint32_t (&ds_words)[16],

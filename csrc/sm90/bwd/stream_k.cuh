@@ -1,4 +1,5 @@
-// The sums of dK and dV that one CTA leaves to the next (StreamK, config.cuh). The producer of the next one waits for them.
+// The sums of dK and dV that one CTA leaves to the next (StreamK, config.cuh). The producer of the next one waits for
+// them.
 #pragma once
 
 #include "config.cuh"

@@ -27,8 +27,8 @@ struct BwdTile {
   constexpr int threads() const { return 128 * (1 + groups); }
   constexpr int ctas() const { return groups == 1 ? 2 : 1; }  // a multiprocessor
   constexpr int block_n() const { return independent ? 64 * key_blocks * groups : 128; }
-  // Tiles by which, with static scheduling, a block of keys starts its walk later than the block before. Where warpgroups
-  // cooperate that gains nothing, and few rows lose by it.
+  // Tiles by which, with static scheduling, a block of keys starts its walk later than the block before. Where
+  // warpgroups cooperate that gains nothing, and few rows lose by it.
   constexpr int rotation() const { return independent ? block_n() / kBlockM : 0; }
   constexpr int kv_bytes(int d) const { return tile_bytes(block_n(), d); }
   constexpr int stage_bytes(int d) const { return 2 * tile_bytes(kBlockM, d); }
@@ -58,15 +58,15 @@ constexpr BwdTile bwd_tile(int d) { return d <= 64 ? BwdTile{true, 5, false} : B
 inline constexpr int kShortHeadDim = 128;
 inline constexpr BwdTile kShortKeysTile = {false, 4, true, false};
 
-// Of the kernel whose blocks have all keys of a sequence. Up to head_dim 64 five stages would need 384 bytes more than there
-// are.
+// Of the kernel whose blocks have all keys of a sequence. Up to head_dim 64 five stages would need 384 bytes more than
+// there are.
 constexpr bool has_stored_tile(int d) { return d <= 96; }
 inline constexpr int kStoredTiles = 1 << 24;  // tiles of queries of a head are fewer
 constexpr BwdTile stored_tile(int d) {
   return d <= 64 ? BwdTile{true, 4, false, true, true} : BwdTile{false, 2, true, true, true};
 }
-// The same for sequences that one warpgroup has, of at most 128 keys, or 64 above head_dim 64. Packed ones that have more add
-// to sums in memory.
+// The same for sequences that one warpgroup has, of at most 128 keys, or 64 above head_dim 64. Packed ones that have
+// more add to sums in memory.
 constexpr BwdTile stored_short_tile(int d) { return {true, 2, false, true, true, 1, d <= 64 ? 2 : 1}; }
 // Dense calls up to this head_dim need no launch for delta: `out` fits the place of dS in that tile.
 inline constexpr int kOwnStatsHeadDim = 64;

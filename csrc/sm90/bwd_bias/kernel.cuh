@@ -1,13 +1,14 @@
 // Gradient of a bias that differs from row to row, for the common calls: dense, hidden at most by intervals (causal,
 // window, chunk, first keys, ends of sequences) and a bit mask. Everything else is the portable kernel's
-// (sm80/bwd_bias/kernel.cuh), whose idea this is: a CTA owns a tile of the result, or a part of it, and walks what the bias is broadcast over, in
-// order, computing scores and dP once more:
+// (sm80/bwd_bias/kernel.cuh), whose idea this is: a CTA owns a tile of the result, or a part of it, and walks what the
+// bias is broadcast over, in order, computing scores and dP once more:
 //
 //   dbias = sum of P * (dO V^T - delta)
 //
 // A step is one batch entry and head: S = Q K^T and dP = dO V^T of 128 queries and 128 keys, 64 queries a warpgroup.
-// Operands pass through a ring of pairs (Q with K, dO with V), in two halves above head_dim 128. A tile of the bias stays for all steps of its tile of the
-// result: one of 16 bits that TMA can read comes and leaves as it does, others are read by those who need them.
+// Operands pass through a ring of pairs (Q with K, dO with V), in two halves above head_dim 128. A tile of the bias
+// stays for all steps of its tile of the result: one of 16 bits that TMA can read comes and leaves as it does, others
+// are read by those who need them.
 //
 // Shared memory, 128-byte swizzled tiles:
 //   pairs  [kPairs][2][128 rows][up to 128 columns]
@@ -45,7 +46,8 @@ struct BwdBiasTraits {
   static constexpr bool kOwn = kOwnsBias;
   static constexpr BwdBiasTile kTile = bwd_bias_tile(D, kOwnsBias);
   static constexpr int kHeadDim = D, kBlock = kTile.kBlock, kThreads = kTile.kThreads;
-  // Columns of a pair. Where there are halves, the ring has no room for S and dP: S is made before the pairs of dP come.
+  // Columns of a pair. Where there are halves, the ring has no room for S and dP: S is made before the pairs of dP
+  // come.
   static constexpr int kColumns = BwdBiasTile::columns(D), kHalves = D / kColumns;
   static constexpr int kChunks = chunks_of(kColumns), kConsumerWarps = 8;
   static constexpr int kConsumerRegs = 240, kProducerRegs = 24;

@@ -20,7 +20,7 @@ std::string launch_dbias_as(const BwdCall& c, const Launch& l) {
   a.g = g;
   a.q = steps(p.q), a.k = steps(p.k), a.v = steps(p.v), a.dout = steps(p.dout);
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
-  a.unit = r.softmax_scale * kLog2e;
+  a.unit = r.scale * kLog2e;
   a.tiles_m = (g.rows + T::kBlock - 1) / T::kBlock;
   a.tiles_n = (g.cols + T::kBlock - 1) / T::kBlock;
   a.tiles = l.tiles;

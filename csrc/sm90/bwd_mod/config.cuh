@@ -24,8 +24,8 @@ struct KeyCap {
   float factor_log2;  // 2 log2(e) factor
 };
 
-// Where the gradient of a bias that all rows share is summed, in fp32, from zeros: for each key of a batch entry, a head and
-// a part of the steps.
+// Where the gradient of a bias that all rows share is summed, in fp32, from zeros: for each key of a batch entry, a
+// head and a part of the steps.
 struct KeySums {
   float* to = nullptr;  // null: not asked for
   int64_t batch_stride = 0, head_stride = 0, split_stride = 0;
@@ -61,8 +61,8 @@ struct BwdModWorkTile {
   int tile;           // first one of the first query head in the workspace
 };
 
-// Whether CTAs may share out the steps of a block of keys, each as a head of dk and dv of its own. Index of a work tile =
-// tile | split, the last one fastest.
+// Whether CTAs may share out the steps of a block of keys, each as a head of dk and dv of its own. Index of a work tile
+// = tile | split, the last one fastest.
 template <typename Args>
 inline constexpr bool kSplitsSteps = requires(const Args& a) { a.splits; };
 
@@ -138,8 +138,8 @@ struct BwdModTraits {
   static constexpr bool kByQueries = false;
   static constexpr int kOwnRows = kBlockN, kStatRows = kBlockM;  // of a work tile; of a tile in the workspace
   static constexpr int kStages = kTile.stages, kChunks = chunks_of(D), kConsumerWarps = 8;
-  // The scheduler, which classifies tiles, does not fit 40. Independent consumers need more than 224: it then keeps some in
-  // memory, as the loaders do.
+  // The scheduler, which classifies tiles, does not fit 40. Independent consumers need more than 224: it then keeps
+  // some in memory, as the loaders do.
   static constexpr int kConsumerRegs = !kIndependent ? 224 : kKind == ScoreKind::kHiding ? 232 : 240;
   static constexpr int kProducerRegs = ptx::kRegisterBudget<3> - 2 * kConsumerRegs;
   static constexpr int kKvBytes = kTile.kv_bytes(D), kQBytes = tile_bytes(kBlockM, D), kDsBytes = BwdTile::kDsBytes;

@@ -7,8 +7,8 @@
 
 namespace flash_ext::sm90 {
 
-// The loop is not that of consume_cooperative(): what changes scores needs the registers in which that one keeps its walk,
-// stages and phases, which here follow from one count and from what warp 0 lists.
+// The loop is not that of consume_cooperative(): what changes scores needs the registers in which that one keeps its
+// walk, stages and phases, which here follow from one count and from what warp 0 lists.
 template <typename T>
 __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t smem, unsigned char* smem_bytes,
                                                  ModKeyShared<T>& shared, ModKeyBarriers<T> bars) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
       StridedView half = a.plain.p.dq;  // this warpgroup's columns
       const int first = group_of() * 2 * kDqCount;
       half.ptr = static_cast<char*>(half.ptr) + first * (half.is_float ? 4 : 2);
-      store_rows<E>(half, work.w.b, work.w.q, work.first_head + before.head(), dq, problem.softmax_scale,
+      store_rows<E>(half, work.w.b, work.w.q, work.first_head + before.head(), dq, problem.scale,
                     problem.head_dim - first, before.block * kM + warp_of() * 16 + ptx::fresh_lane() / 4,
                     ptx::fresh_lane());
       return;
@@ -92,9 +92,9 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
         D == 64 ? warp_of() * 16 * 64 + group_of() * 32 * kDqCount : group_of() * 64 * 64 + warp_of() * 32 * kDqCount;
     add_dq<true>(a.plain.p.dq_accum + static_cast<int64_t>(tile) * (kM * D) + first, dq, staging(), ptx::fresh_lane());
   };
-  // The gradient of a bias with an entry for each score is dS. In 16 bits it leaves from shared memory a step later, each
-  // warp's eight rows whole, while products run. Kernels that take a bias in fp32 store what lanes hold: their dS in
-  // shared memory is rounded, and beside dropout at head_dim 128 rows would spill 4 bytes.
+  // The gradient of a bias with an entry for each score is dS. In 16 bits it leaves from shared memory a step later,
+  // each warp's eight rows whole, while products run. Kernels that take a bias in fp32 store what lanes hold: their dS
+  // in shared memory is rounded, and beside dropout at head_dim 128 rows would spill 4 bytes.
   constexpr bool kStoresRows = T::kAdds && !T::kFloatBias;
   static_assert(!kStoresRows || T::kDsStages > 2);  // of two places the lanes' reads would need a __syncwarp
   const auto store_gradients_before = [&] {
@@ -273,7 +273,7 @@ __device__ __forceinline__ void consume_mod_keys(const BwdModArgs& a, uint32_t s
     ptx::wgmma_wait<0>();
     ptx::warpgroup_fence_operand(dq);
     arrive(bars.place_empty(k_place()));
-    store(p.dk, dk, problem.softmax_scale, problem.head_dim);
+    store(p.dk, dk, problem.scale, problem.head_dim);
     add_dq_before(dq);
     __syncwarp();
     arrive(bars.work_empty(stage_of(work_tiles(), T::kWorkStages)));

@@ -1,5 +1,6 @@
-// The consumers of the sm90 backward with modifiers whose warpgroups are independent: as consume_independent() of the plain
-// one, with the steps and tests of consume.cuh.
+// The consumers of the sm90 backward with modifiers whose warpgroups are independent: as consume_independent() of the
+// plain one, with the steps and tests of consume.cuh. A loop of its own: nothing passes between warpgroups, so it has
+// neither the exchange nor the barriers of that one.
 #pragma once
 
 #include "../bwd/steps.cuh"
@@ -150,7 +151,7 @@ __device__ __forceinline__ void consume_mod_independent(const BwdModArgs& a, uin
       take_key_blocks<E, kM, kRows, !T::kDrops>({k_low, v_low, q_low, dout_low}, s, dp, p_words, ds_words, dk, dv,
                                                 stats + kM, form);
       debug_delay();
-      ptx::bar_sync(ptx::kGroupBarrier + group, 128);
+      ptx::bar_sync(ptx::kGroupBarrier + group, ptx::kWarpgroupThreads);
       float dq[D / 2];
       ptx::wgmma_fence();
       issue_dq<E, kRows>(dq, uniform(descriptor_low(ds_at + ds_stage * T::kDsBytes, 16)), k_low);
@@ -197,7 +198,7 @@ __device__ __forceinline__ void consume_mod_independent(const BwdModArgs& a, uin
       const int key = group_key + b * 64 + warp * 16 + lane / 4;
       store_rows<E>(p.dv, work.w.b, work.w.k, head, dv[b], T::kDrops ? m.keep_scale : 1.f, problem.head_dim_v, key,
                     lane);
-      store_rows<E>(p.dk, work.w.b, work.w.k, head, dk[b], problem.softmax_scale, problem.head_dim, key, lane);
+      store_rows<E>(p.dk, work.w.b, work.w.k, head, dk[b], problem.scale, problem.head_dim, key, lane);
     }
     __syncwarp();
     arrive(bars.work_empty(work_ring.stage));

@@ -12,7 +12,7 @@ namespace flash_ext::sm90 {
 inline KeyCap key_cap(const Problem& p, const Modifiers& m) {
   constexpr double kTerms[KeyCap::kTerms] = {0.9999996043, -0.3332190823, 0.1284161343};
   KeyCap cap{};
-  const double factor = static_cast<double>(p.softmax_scale) * m.inv_softcap;
+  const double factor = static_cast<double>(p.scale) * m.inv_softcap;
   cap.factor_log2 = static_cast<float>(2. * kLog2e * factor);
   cap.limit = -1.f;
   double power = factor;
@@ -59,7 +59,7 @@ std::string launch_bwd_fused_mod_as(const BwdCall& c, const Launch& l) {
   a.splits = Divisor(static_cast<uint32_t>(c.plan.q_splits));
   a.m = m;
   if (T::kCaps) a.cap = key_cap(r, m);
-  a.unit = T::kCaps ? m.softcap * kLog2e : r.softmax_scale * kLog2e;
+  a.unit = T::kCaps ? m.softcap * kLog2e : r.scale * kLog2e;
   a.brings_bias = m.bias.ptr != nullptr && m.bias.row_stride != 0;
   a.brings_words = brings_mask_tiles(r, m);
   a.stores_dq = l.dq == DqMode::kStored;

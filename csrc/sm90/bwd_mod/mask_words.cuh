@@ -149,7 +149,7 @@ __device__ __forceinline__ uint32_t draw_dropped(const Modifiers& m, int row0, i
   const uint32_t mine = odd ? bits[1] : bits[0], others = odd ? bits[0] : bits[1];
   drawn[(warp ^ 1) * 32 + lane] = static_cast<uint16_t>(others);
   debug_delay();
-  ptx::bar_sync(ptx::kExchangeBarrier + warp / 2, 64);
+  ptx::bar_sync(ptx::kExchangeBarrier + warp / 2, 2 * ptx::kWarpThreads);
   const uint32_t theirs = drawn[warp * 32 + lane];
   return odd ? mine << 16 | theirs : theirs << 16 | mine;
 }

@@ -35,8 +35,8 @@ __device__ __forceinline__ bool make_bwd_work(const Args& a, uint32_t index, Bwd
 // Two lanes classify a tile, one for each warpgroup's keys or queries: both get the bits of a step, or 0 where both
 // skip the tile. A work tile of 64 keys has the same tests twice.
 //
-// Where consumers hide keys behind a sequence's last one, rows behind its last one ask for no test either: their lse makes
-// their weights 0. But a table by distance may hold NaN for distances that only they have.
+// Where consumers hide keys behind a sequence's last one, rows behind its last one ask for no test either: their lse
+// makes their weights 0. But a table by distance may hold NaN for distances that only they have.
 template <typename T>
 __device__ __forceinline__ uint32_t classify_bwd_tile(const ScoreMod& score_mod, int block, int tile, int lane) {
   constexpr uint32_t kBothSkip = (kSkipped * 0x11) << kKeyTestsAt, kListedStep = 1u << 31;

@@ -181,12 +181,12 @@ __device__ __forceinline__ void store_score_gradients(const BiasGradient& g, int
   }
 }
 
-// Stores eight rows of dS, from row `first` of its tile on, as rows of the gradient of a 16-bit bias that has an entry for
-// each score. `ds`: the tile as store_ds() left it, which begins with query row0 and key col0 of 128.
+// Stores eight rows of dS, from row `first` of its tile on, as rows of the gradient of a 16-bit bias that has an entry
+// for each score. `ds`: the tile as store_ds() left it, which begins with query row0 and key col0 of 128.
 //
-// Half a warp has a row, each lane a piece of 16 bytes. Rows that do not begin on 16 bytes leave by the pieces that do in
-// memory, each made of two in shared memory, and key by key before the first and behind the last one. Loads are as many for
-// all lanes and rows: branches would keep those of a row behind the stores of the row before.
+// Half a warp has a row, each lane a piece of 16 bytes. Rows that do not begin on 16 bytes leave by the pieces that do
+// in memory, each made of two in shared memory, and key by key before the first and behind the last one. Loads are as
+// many for all lanes and rows: branches would keep those of a row behind the stores of the row before.
 __device__ __forceinline__ void store_gradient_rows(const BiasGradient& g, int b, int h, uint32_t ds, int first,
                                                     int row0, int col0) {
   constexpr int kRows = 8, kKeys = 128, kPieces = kKeys / 8;
@@ -226,8 +226,8 @@ __device__ __forceinline__ void store_gradient_rows(const BiasGradient& g, int b
   }
 }
 
-// Adds dS of a warp's 16 keys from col0 on, summed over its 64 queries, to `sums`. No other warp adds to these sums, and
-// additions of one thread to one place keep their order: results repeat.
+// Adds dS of a warp's 16 keys from col0 on, summed over its 64 queries, to `sums`. No other warp adds to these sums,
+// and additions of one thread to one place keep their order: results repeat.
 __device__ __forceinline__ void add_to_key_sums(float* sums, int cols, const float (&ds)[32], int col0) {
   const int lane = ptx::fresh_lane();
 #pragma unroll
@@ -242,7 +242,8 @@ __device__ __forceinline__ void add_to_key_sums(float* sums, int cols, const flo
   }
 }
 
-// 0 where a bit is 0. By bits: seven neighbours become predicates at once (R2P), 43 instructions for 32 scores and not 57.
+// 0 where a bit is 0. By bits: seven neighbours become predicates at once (R2P), 43 instructions for 32 scores and not
+// 57.
 template <int kCount>
 __device__ __forceinline__ void hide_weights(float (&s)[kCount], uint32_t visible) {
 #pragma unroll
@@ -264,7 +265,8 @@ struct StepView {
 template <typename... Parts>
 StepView(Parts...) -> StepView<Parts...>;
 
-// s = P; with a softcap its tanh, because weights wait for dP, where both have registers. add_brought(s): what TMA brings.
+// s = P; with a softcap its tanh, because weights wait for dP, where both have registers. add_brought(s): what TMA
+// brings.
 template <typename T, typename View, typename AddBrought>
 __device__ __forceinline__ void weights_of_scores(float (&s)[32], const BwdModArgs& a, const View& at,
                                                   [[maybe_unused]] const float (&key_bias)[2], uint32_t visible,

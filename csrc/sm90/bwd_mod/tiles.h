@@ -46,8 +46,8 @@ static_assert(wide_bwd_mod_tile(BesideScores::kWords).smem_bytes(64) <= kSmemLim
 static_assert(bwd_mod_tile_fits(64, true) && bwd_mod_tile_fits(64, false) && bwd_mod_tile_fits(128, true) &&
               bwd_mod_tile_fits(128, false));
 
-// Gradient of a bias: 128 x 128 scores, tiles of Q and K or of dO and V in pairs, of up to 128 columns. `owns_bias`: consumers
-// keep a bias that TMA cannot read, in fp32; else TMA brings two chunks of it.
+// Gradient of a bias: 128 x 128 scores, tiles of Q and K or of dO and V in pairs, of up to 128 columns. `owns_bias`:
+// consumers keep a bias that TMA cannot read, in fp32; else TMA brings two chunks of it.
 struct BwdBiasTile {
   int pairs;
   bool owns_bias;
@@ -68,8 +68,8 @@ inline int dbias_size(const Problem& p) {
   return *std::ranges::lower_bound(kDbiasDims, std::max(p.head_dim, p.head_dim_v));
 }
 
-// Whether TMA brings the words of a bit mask to steps that ask for no other test: whether the mask has tiles (condensed.h)
-// and other kinds none of the words. Packed calls may have sequences that end behind the mask.
+// Whether TMA brings the words of a bit mask to steps that ask for no other test: whether the mask has tiles
+// (condensed.h) and other kinds none of the words. Packed calls may have sequences that end behind the mask.
 inline bool brings_mask_tiles(const Problem& p, const Modifiers& m) {
   const bool has_tiles = m.mask.words != nullptr && m.mask.row_stride != 0 && m.mask.word_stride != 0 &&
                          p.seqlen_q >= Modifiers::kMaskGroup;

@@ -1,9 +1,10 @@
 // The consumers of the kernel of dK and dV of the sm90 split backward.
 //
 // A warpgroup issues the scores of the next step together with the gradient product of this one, also across work
-// tiles: exponentials overlap that product. That wants three tiles of Q and dO in shared memory: at head_dim 256 three of
-// 48 queries are faster than two of 64 (evidence: split-bwd-wide). The products of a step that does not exist (behind the
-// last one) read what lies there, and nothing comes of them: a branch around them would make ptxas serialise all.
+// tiles: exponentials overlap that product. That wants three tiles of Q and dO in shared memory: at head_dim 256 three
+// of 48 queries are faster than two of 64 (evidence: split-bwd-wide). The products of a step that does not exist
+// (behind the last one) read what lies there, and nothing comes of them: a branch around them would make ptxas
+// serialise all.
 #pragma once
 
 #include "steps.cuh"
@@ -217,8 +218,8 @@ __device__ __forceinline__ void consume_dk(const typename T::Args& a, uint32_t s
     if (!T::kFreesV && steps.is_last()) me.arrive(bars.v_empty());
     dout_ring.advance();
     wait(bars.weights_full(handed.stage), handed.phase);
-    // racecheck reports -delta, read here with dropout. This warp frees the Q of the step behind it (release), and the copy
-    // that writes there next has waited for that (acquire).
+    // racecheck reports -delta, read here with dropout. This warp frees the Q of the step behind it (release), and the
+    // copy that writes there next has waited for that (acquire).
     const unsigned char* from = smem_bytes + T::kWeightsAt + handed.stage * T::kWeightBytes + me.thread() * 16;
     [[maybe_unused]] const float* delta = minus_delta();
     [[maybe_unused]] const float keep = keep_scale_of<T>(a);
@@ -288,7 +289,7 @@ __device__ __forceinline__ void consume_dk(const typename T::Args& a, uint32_t s
       pack<E>(words, dp);
       if (ends) {
         const auto& work = steps.work(ended);
-        store_rows<E>(p.dk, work.w.b, work.w.k, work.w.h, dk, p.problem.softmax_scale, p.problem.head_dim,
+        store_rows<E>(p.dk, work.w.b, work.w.k, work.w.h, dk, p.problem.scale, p.problem.head_dim,
                       work.w.block * T::kBlockN + me.row(), me.lane());
         steps.release_work(ended);
         clear(dk);

@@ -160,8 +160,8 @@ __device__ __forceinline__ void consume_dq(const typename T::Args& a, uint32_t s
       steps.advance(work_at);
     }
     const auto& work = steps.work(work_at);
-    store_rows<E>(p.dq, work.w.b, work.w.q, work.w.h, dq, problem.softmax_scale, problem.head_dim,
-                  row0() + me.lane() / 4, me.lane());
+    store_rows<E>(p.dq, work.w.b, work.w.q, work.w.h, dq, problem.scale, problem.head_dim, row0() + me.lane() / 4,
+                  me.lane());
     steps.release_work(work_at);
   }
 }

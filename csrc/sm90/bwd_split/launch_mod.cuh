@@ -15,7 +15,7 @@ std::string launch_bwd_split_mod_as(const BwdCall& c, const Launch& l) {
   a.plain = make_bwd_args(c, l, T::kStatRows, T::kByQueries);
   a.m = m;
   if (T::kCaps) a.cap = key_cap(r, m);
-  a.unit = T::kCaps ? m.softcap * kLog2e : m.has_score_mod ? kLog2e : r.softmax_scale * kLog2e;
+  a.unit = T::kCaps ? m.softcap * kLog2e : m.has_score_mod ? kLog2e : r.scale * kLog2e;
   BwdMaps maps{};
   const std::string error = encode_bwd_maps(maps, c.p, T::kByQueries ? 64 : T::kBlockM, T::kBlockN);
   if (!error.empty()) return "bwd_mod_sm90: " + error;

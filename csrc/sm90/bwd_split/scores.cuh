@@ -98,17 +98,17 @@ class ReadBias {
   uint32_t raw_[kCount];
 };
 
-// s = scale s, with what is added by distance and bias, in natural units. kHalf: only the first half of the bias has been asked for,
-// because registers are short.
+// s = scale s, with what is added by distance and bias, in natural units. kHalf: only the first half of the bias has
+// been asked for, because registers are short.
 template <typename E, bool kT, bool kHalf, int kCount>
 __device__ __forceinline__ void add_naturally(float (&s)[kCount], const ScoreMod& score_mod, int row0, int col0,
                                               ReadBias<E, kT, kCount>& bias) {
   if (score_mod.m.by_distance) {
     auto& x = reinterpret_cast<float (&)[1][kCount / 4][4]>(s);
-    score_mod.template add_by_distance<kT>(x, row0, col0, score_mod.p.softmax_scale);
+    score_mod.template add_by_distance<kT>(x, row0, col0, score_mod.p.scale);
   } else {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) s[i] *= score_mod.p.softmax_scale;
+    for (int i = 0; i < kCount; ++i) s[i] *= score_mod.p.scale;
   }
   if (score_mod.m.bias.ptr == nullptr) return;
   bias.template add_to<0>(s, score_mod, row0, col0);

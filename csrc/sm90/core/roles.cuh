@@ -1,5 +1,5 @@
-// Who does what in a CTA of the sm90 kernels: the first warpgroup produces, a warp a job; the others consume. The last ones
-// convert what comes, in kernels that say so (kConverterGroups, kConverterRegs).
+// Who does what in a CTA of the sm90 kernels: the first warpgroup produces, a warp a job; the others consume. The last
+// ones convert what comes, in kernels that say so (kConverterGroups, kConverterRegs).
 #pragma once
 
 #include "../../ptx/sm80.cuh"

@@ -46,8 +46,8 @@ __device__ __forceinline__ uint32_t fetch_work_tile(const TileScheduler& d) {
   return gridDim.x + fetched;
 }
 
-// The same behind `present`; a CTA claims the counter when it first fetches. In front of its first work tile, the loads of
-// that one would wait for the claim, about 1.5 us where the cache is cold.
+// The same behind `present`; a CTA claims the counter when it first fetches. In front of its first work tile, the loads
+// of that one would wait for the claim, about 1.5 us where the cache is cold.
 __device__ __forceinline__ uint32_t claim_and_fetch(const TileScheduler& d, uint32_t present) {
   if (present < gridDim.x) claim_counter(d);
   return fetch_work_tile(d);

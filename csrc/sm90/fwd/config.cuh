@@ -89,8 +89,8 @@ __device__ __forceinline__ void init_pairs(uint32_t first, int count, int full_a
   }
 }
 
-// Shared-memory addresses of a CTA's barriers. "full" ones complete by the bytes of a copy or by who fills a stage, "empty" ones when every
-// consumer warp has arrived.
+// Shared-memory addresses of a CTA's barriers. "full" ones complete by the bytes of a copy or by who fills a stage,
+// "empty" ones when every consumer warp has arrived.
 template <typename T>
 struct Barriers {
   uint32_t base;
@@ -145,9 +145,10 @@ __device__ __forceinline__ const Tile& wait_for_work(const Tile* work_tiles, con
   return work_tiles[ring.stage];
 }
 
-// Where TMA finds row `row` of a sequence. Maps of dense tensors have dimensions (columns, rows, heads, batch, 1). Those
-// of packed ones have (columns, 2^30, heads, 2^31 - 1, 2^31 - 1), with strides such that coordinates (2^30 - length +
-// row, 2^30, first + length) meet the row modulo 2^64, and rows from `length` on lie outside: zeros, and not stored.
+// Where TMA finds row `row` of a sequence. Maps of dense tensors have dimensions (columns, rows, heads, batch, 1).
+// Those of packed ones have (columns, 2^30, heads, 2^31 - 1, 2^31 - 1), with strides such that coordinates (2^30 -
+// length + row, 2^30, first + length) meet the row modulo 2^64, and rows from `length` on lie outside: zeros, and not
+// stored.
 struct RowCoordinates {
   int row, outer, outermost;
 };

@@ -5,9 +5,9 @@
 // lead from one work tile to the next (a seam), so the tensor cores see no gap. Tiles that none of a warpgroup's rows
 // sees (above the diagonal, left of a window) are skipped by it alone.
 //
-// Where a sequence's last tile of keys holds kNarrow or fewer, weights are made of, and multiplied by, the first kNarrow
-// alone, which few keys notice. Its scores have the usual width, because wgmma of two widths
-// on the same registers would be serialised.
+// Where a sequence's last tile of keys holds kNarrow or fewer, weights are made of, and multiplied by, the first
+// kNarrow alone, which few keys notice. Its scores have the usual width, because wgmma of two widths on the same
+// registers would be serialised.
 #pragma once
 
 #include "../core/roles.cuh"
@@ -72,8 +72,8 @@ __device__ __forceinline__ void consume(const typename T::Args& a, const FwdMaps
   constexpr bool kSharesKeys = kN < T::kBlockN;
   constexpr int kPingpongThreads = 256;  // of the warpgroup whose turn it is and of the one before
   const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
-  // Of two warpgroups the second one has the first rows: the other one, whose turn is the first, may have few rows, and then
-  // goes on to the next tile sooner. Of three that is slower: docs/benchmarks.md.
+  // Of two warpgroups the second one has the first rows: the other one, whose turn is the first, may have few rows, and
+  // then goes on to the next tile sooner. Of three that is slower: docs/benchmarks.md.
   const int rows_at = kSharesKeys ? 0 : T::kConsumers == 2 ? 1 - group : group;  // in 64 rows
   const int own_keys = kSharesKeys ? group * kN : 0;  // where they begin in a tile
   const int warp_row = rows_at * 64 + warp * 16, row_in_tile = warp_row + lane / 4;

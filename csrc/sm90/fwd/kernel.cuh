@@ -2,8 +2,8 @@
 //
 //   O_i = softmax(scale * Q_i K^T) V,  lse_i = log sum_j exp(scale * q_i . k_j)
 //
-// One CTA per multiprocessor, or as many as FwdTile says, takes work tiles (kBlockM query rows of one head) until none is
-// left. Its first warpgroup is the producer (two warps of it work), the others are consumers with 64 rows each.
+// One CTA per multiprocessor, or as many as FwdTile says, takes work tiles (kBlockM query rows of one head) until none
+// is left. Its first warpgroup is the producer (two warps of it work), the others are consumers with 64 rows each.
 //
 // Shared memory, 128-byte swizzled tiles first:
 //   ring  [kKvStages][kBlockN rows of K or V]

@@ -1,5 +1,5 @@
-// How the consumers of the sm90 forward (consume.cuh) compute with operands of 16 bits. fwd_fp8/numbers.cuh has the same for
-// operands in e4m3.
+// How the consumers of the sm90 forward (consume.cuh) compute with operands of 16 bits. fwd_fp8/numbers.cuh has the
+// same for operands in e4m3.
 #pragma once
 
 #include "parts.cuh"

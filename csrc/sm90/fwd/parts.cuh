@@ -1,5 +1,5 @@
-// The sm90 forward where tiles of queries are too few for the multiprocessors: CTAs share out the keys of each tile, and
-// leave what they have come to. sm80/split_kv/merge.cuh adds it up.
+// The sm90 forward where tiles of queries are too few for the multiprocessors: CTAs share out the keys of each tile,
+// and leave what they have come to. sm80/split_kv/merge.cuh adds it up.
 //
 // A part leaves, of each of its rows in fp32, its maximum (in units of log2) and its sum, and its output before the
 // division, where row_states() and partial_out() of the split-KV kernels have theirs. A part without keys leaves

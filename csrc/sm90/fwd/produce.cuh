@@ -48,8 +48,8 @@ struct EveryTile {
   __device__ __forceinline__ bool operator()(Work&, int) const { return true; }
 };
 
-// First warp: decides what is next, loads its Q. look(work, sequence): whether this launch serves a work tile, whose keys
-// it may set; `sequence` counts where work is named by it (kNamed).
+// First warp: decides what is next, loads its Q. look(work, sequence): whether this launch serves a work tile, whose
+// keys it may set; `sequence` counts where work is named by it (kNamed).
 template <typename T, bool kNamed = T::kNamesSequences, typename Args, typename Tile, typename Look = EveryTile>
 __device__ __forceinline__ void schedule_work(const Args& a, const FwdMaps& maps, uint32_t smem, Tile* work_tiles,
                                               Barriers<T> bars, const Look& look = {}) {

@@ -26,8 +26,9 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int q) {
   }
 }
 
-// In calls over a cache the sink of a head joins a row: its sum, and its maximum, of which the sign is the other. Returns
-// what becomes of its output. Of the logarithm of the sum, as add_sink() has it, kernels of head_dim 256 spill 96 bytes.
+// In calls over a cache the sink of a head joins a row: its sum, and its maximum, of which the sign is the other.
+// Returns what becomes of its output. Of the logarithm of the sum, as add_sink() has it, kernels of head_dim 256 spill
+// 96 bytes.
 template <typename Args>
 __device__ __forceinline__ float join_sink(const Args& a, int h, float& sum, float& minus_max) {
   if constexpr (requires { a.sinks; }) {
@@ -43,8 +44,8 @@ __device__ __forceinline__ float join_sink(const Args& a, int h, float& sum, flo
 }
 
 // Completes two rows: stores lse where it is wanted, and returns the factors for the output, 0 for rows without keys.
-// kAtOnce: logarithms come out as -inf without a choice, which would be a branch a row. Above head_dim 128, where registers
-// are short, the plain kernel then takes 1.03 of the time.
+// kAtOnce: logarithms come out as -inf without a choice, which would be a branch a row. Above head_dim 128, where
+// registers are short, the plain kernel then takes 1.03 of the time.
 template <bool kAtOnce, typename Args>
 __device__ __forceinline__ void finish_rows(const Args& a, const Work& w, const RowState& state, int row, int lane,
                                             float (&inverse)[2]) {
@@ -80,8 +81,8 @@ __device__ __forceinline__ void finish_rows(const Args& a, const Work& w, const 
   if (row + 8 < w.q.length) to[row + 8] = lse[1];
 }
 
-// Between stretches of keys (heuristics.h) each thread keeps what it holds of its rows: output, maxima and shares of the
-// sums.
+// Between stretches of keys (heuristics.h) each thread keeps what it holds of its rows: output, maxima and shares of
+// the sums.
 template <typename T>
 __device__ __forceinline__ float* kept_place(const FwdArgs& a, int group) {
   constexpr int kThreads = 128 * T::kConsumers;

@@ -45,11 +45,12 @@ struct FwdTile {
 };
 
 // Three warpgroups where 160 registers a thread hold output, scores and weights (dv / 2 + 3 / 4 block_n): more query
-// rows for each tile that comes from the L2 cache, and three to take turns at the tensor cores. 64 keys divide the usual
-// lengths, and leave room to stage the output. Evidence: m192.
+// rows for each tile that comes from the L2 cache, and three to take turns at the tensor cores. 64 keys divide the
+// usual lengths, and leave room to stage the output. Evidence: m192.
 //
-// `most_rows`: 128, up to 128 columns, where tiles of 192 queries are too few to go round (prefers_m128()); 64, of 64 columns,
-// for short sequences (prefers_m64()). While one of three CTAs waits for what begins and ends a sequence, the others work.
+// `most_rows`: 128, up to 128 columns, where tiles of 192 queries are too few to go round (prefers_m128()); 64, of 64
+// columns, for short sequences (prefers_m64()). While one of three CTAs waits for what begins and ends a sequence, the
+// others work.
 constexpr FwdTile fwd_tile(int d, int dv, int most_rows = 192) {
   if (most_rows == 64) return {64, 1, 6, 2, false, 3};
   if (most_rows == 128) return {128, 2, d <= 64 ? 8 : 4, 2};
@@ -109,8 +110,8 @@ constexpr FwdModTile float_bias_tile(int d) {
   return bias_in_parts_tile(d, d <= 64 ? 3 : 2, 4 * FwdModTile::kPartKeys);
 }
 
-// Tiles as high as those of the plain kernel, for masks that leave most of them whole: see prefers_m192(). `wide`: of 128 keys,
-// as the plain kernel has them at head_dim 64 (prefers_wide_tiles()), else of 64.
+// Tiles as high as those of the plain kernel, for masks that leave most of them whole: see prefers_m192(). `wide`: of
+// 128 keys, as the plain kernel has them at head_dim 64 (prefers_wide_tiles()), else of 64.
 constexpr bool has_m192(int d) { return d == 64 || d == 128; }
 constexpr bool has_wide_m192(int d) { return d == 64; }
 constexpr FwdModTile m192_mod_tile(int d, bool wide) {
@@ -118,8 +119,8 @@ constexpr FwdModTile m192_mod_tile(int d, bool wide) {
   return {wide ? 128 : 64, t.kv_stages, t.q_stages, true, false, t.consumers, 0};
 }
 
-// The same with places for what stands beside the scores of 64 keys, which take the room of one of Q or of K and V where that is
-// short. Evidence: masked-m192.
+// The same with places for what stands beside the scores of 64 keys, which take the room of one of Q or of K and V
+// where that is short. Evidence: masked-m192.
 constexpr FwdModTile m192_tile_beside(int d, bool wide, int places, int pitch) {
   FwdModTile t = m192_mod_tile(d, wide);
   t.bias_has_place = true, t.bias_places = places, t.part_pitch = pitch;

@@ -88,9 +88,9 @@ __device__ __forceinline__ void quad_maxima(const float (&s)[kCount], float (&la
 }
 
 // The maximum of a quarter of the first tile, as a first guess, which try_weights() checks. A warp some of whose rows
-// do not see the end of that quarter has a limit that is 2^5 times as high, sums up to 2^11: a row that sees a key or two
-// there guesses far below what the next tile holds, which would then be done again. A guess that is 2^5 higher would do the
-// same in bf16, but in fp16 it takes 5 bits of weights below 2^-14.
+// do not see the end of that quarter has a limit that is 2^5 times as high, sums up to 2^11: a row that sees a key or
+// two there guesses far below what the next tile holds, which would then be done again. A guess that is 2^5 higher
+// would do the same in bf16, but in fp16 it takes 5 bits of weights below 2^-14.
 template <int kCount>
 __device__ __forceinline__ void guess_maximum(const float (&s)[kCount], RowState& state, float scale) {
   constexpr int kLast = 4 * (kCount / 16 - 1) + 1;  // of the quarter, in the first row
@@ -146,8 +146,8 @@ __device__ __forceinline__ void weights_by_maximum(const float (&s)[kCount], uin
   }
 }
 
-// Sums of two rows over their quad. Rows are completed both at once: one behind the other are 250 clocks more, which short
-// sequences wait for.
+// Sums of two rows over their quad. Rows are completed both at once: one behind the other are 250 clocks more, which
+// short sequences wait for.
 __device__ __forceinline__ void sum_over_quad(float (&sum)[2], const float (&shares)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) sum[half] = shares[half] + __shfl_xor_sync(ptx::kFullWarp, shares[half], 1);

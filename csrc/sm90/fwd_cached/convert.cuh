@@ -1,7 +1,7 @@
 // The warpgroups that turn tiles of bytes (e4m3 or int8) into tiles of 16-bit elements, which wgmma multiplies.
 //
-// Both types hold every byte exactly. A factor of a slot is multiplied in fp32 before the one rounding, which is that of a
-// 16-bit cache.
+// Both types hold every byte exactly. A factor of a slot is multiplied in fp32 before the one rounding, which is that
+// of a 16-bit cache.
 #pragma once
 
 #include "../../common/fragments.cuh"
@@ -17,7 +17,8 @@ __device__ __forceinline__ uint2 elements_of(uint32_t bytes) {
     return ptx::bytes_as_half<kInt8>(bytes);
   } else if constexpr (kInt8) {
     static_assert(std::is_same_v<E, __nv_bfloat16>, "another element type");
-    // 128 + the lower 7 bits, less 128 or, where the sign is set, 256: all of them are numbers of bf16 with that exponent.
+    // 128 + the lower 7 bits, less 128 or, where the sign is set, 256: all of them are numbers of bf16 with that
+    // exponent.
     const auto pair = [](uint32_t x) {
       const uint32_t raised = x & 0xff7fff7f, below = x & 0xff80ff80;
       const __nv_bfloat162 y =
@@ -51,8 +52,8 @@ __device__ __forceinline__ uint2 scaled_elements_of(uint32_t bytes, float factor
 }
 
 // Where a thread reads 16 bytes of a row and where it stores their elements, in the first of the passes over a tile.
-// Eight neighbouring threads have four pieces of two rows whose numbers differ in bits 0 and 2. So the swizzles spread what
-// they read over all banks, and what they store as well.
+// Eight neighbouring threads have four pieces of two rows whose numbers differ in bits 0 and 2. So the swizzles spread
+// what they read over all banks, and what they store as well.
 template <typename T>
 struct ConvertedPlace {
   static constexpr int kRowBytes = T::kRawRowBytes, kPieces = kRowBytes / 16;  // of a row of a chunk of bytes
@@ -96,8 +97,8 @@ __device__ __forceinline__ void convert_share(uint32_t raw, uint32_t factors, ui
       });
 }
 
-// Tiles in the order of the rings: of two warpgroups each takes every second one, beginning with its `index`. Which tiles are
-// K and which V does not matter here.
+// Tiles in the order of the rings: of two warpgroups each takes every second one, beginning with its `index`. Which
+// tiles are K and which V does not matter here.
 template <typename T, typename Ring>
 __device__ __forceinline__ void convert_tiles(const typename T::Args& a, const typename T::Tile* work_tiles,
                                               const Ring& copies, int index) {

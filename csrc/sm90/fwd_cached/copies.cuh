@@ -1,5 +1,5 @@
-// How tiles of a cache come to a ring of stages: in pieces that TMA copies, or in rows that lanes copy, 16 bytes each, to where
-// TMA would put them. TMA spends about 95 clocks on a copy, however few rows it has.
+// How tiles of a cache come to a ring of stages: in pieces that TMA copies, or in rows that lanes copy, 16 bytes each,
+// to where TMA would put them. TMA spends about 95 clocks on a copy, however few rows it has.
 #pragma once
 
 #include "../fwd/config.cuh"

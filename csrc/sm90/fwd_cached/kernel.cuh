@@ -2,8 +2,8 @@
 //
 //   O_i = softmax(scale * Q_i K^T) V,  lse_i = log sum_j exp(scale * q_i . k_j)
 //
-// Consumers are those of fwd/kernel.cuh, shared memory and barriers but for those of rows that lanes copy (copies.cuh). Three
-// warps of the first warpgroup produce, and the fourth passes such rows on.
+// Consumers are those of fwd/kernel.cuh, shared memory and barriers but for those of rows that lanes copy (copies.cuh).
+// Three warps of the first warpgroup produce, and the fourth passes such rows on.
 #pragma once
 
 #include "../fwd/consume.cuh"

@@ -110,8 +110,8 @@ __device__ __forceinline__ void store_empty_packed(const typename T::Args& a, co
   }
 }
 
-// Two warpgroups that have the same rows and half of the keys each: the second one hands what it holds to the first, thread
-// by thread. True in the first, which then holds both. unit: of maxima, in log2.
+// Two warpgroups that have the same rows and half of the keys each: the second one hands what it holds to the first,
+// thread by thread. True in the first, which then holds both. unit: of maxima, in log2.
 template <typename T>
 __device__ __forceinline__ bool join_halves(uint32_t smem, int group, float (&o)[T::kHeadDimV / 2], RowState& state,
                                             float unit) {
@@ -154,8 +154,8 @@ __device__ __forceinline__ bool join_halves(uint32_t smem, int group, float (&o)
   return group == 0;
 }
 
-// Stores what a thread holds of two rows: a part, or the result. unit: of maxima, in log2. `from`: the first of the columns
-// that it has.
+// Stores what a thread holds of two rows: a part, or the result. unit: of maxima, in log2. `from`: the first of the
+// columns that it has.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_packed(const typename T::Args& a, const typename T::Tile& work,
                                              const float (&o)[kCount], const RowState& state, int row, int lane,
@@ -245,8 +245,8 @@ __device__ __forceinline__ void copy_packed_q(const PackedFwdArgs& a, const FwdM
   }
 }
 
-// Zeros in the rows of Q that no box fills. A warp of the consumers votes how its rows are rounded, so whatever was there
-// would decide about the rows beside it.
+// Zeros in the rows of Q that no box fills. A warp of the consumers votes how its rows are rounded, so whatever was
+// there would decide about the rows beside it.
 template <typename T>
 __device__ __forceinline__ void clear_unused_rows(const PackedFwdArgs& a, uint32_t smem, int lane) {
   const int pieces = (T::kBlockM - a.tile_rows) * 8;  // of 16 bytes, in a chunk
@@ -260,9 +260,9 @@ __device__ __forceinline__ void clear_unused_rows(const PackedFwdArgs& a, uint32
   __syncwarp();
 }
 
-// First warp. Of the numbers, tiles of the same keys are the fastest, so that these come from the L2 cache for all but one
-// of them; then key heads and parts, as in sm80/split_kv/cached.cuh. `w`: a place in shared memory, since registers are
-// short.
+// First warp. Of the numbers, tiles of the same keys are the fastest, so that these come from the L2 cache for all but
+// one of them; then key heads and parts, as in sm80/split_kv/cached.cuh. `w`: a place in shared memory, since registers
+// are short.
 template <typename T>
 __device__ __forceinline__ void schedule_packed_work(const typename T::Args& a, const FwdMaps& maps, uint32_t smem,
                                                      typename T::Tile* work_tiles, Barriers<T> bars, Work& w) {

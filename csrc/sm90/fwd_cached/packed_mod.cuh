@@ -1,7 +1,6 @@
 // Packed tiles in calls with modifiers: what common/mod_scores.cuh makes of scores, on the way from the products to the
-// weights. Keys in parts, masks and all, are those of packed.cuh.
-// Masks and biases belong to tiles in which a warpgroup has half of the keys: with all of them there are no registers. What a
-// tile wants of them is on its way a tile before.
+// weights. Keys in parts, masks and all, are those of packed.cuh. Masks and biases belong to tiles in which a warpgroup
+// has half of the keys: with all of them there are no registers. What a tile wants of them is on its way a tile before.
 //
 // Maxima are kept in the units of the scores, as in fwd_mod/weights.cuh and as the tiles of 16 rows leave them.
 #pragma once
@@ -39,8 +38,8 @@ struct ModifiedNumbers : Base {
     key_ahead = -1;
   }
 
-  // Behind the products that were issued, of a tile whose keys begin at `first`; `row`: the thread's first one. What the next
-  // tile wants is on its way then.
+  // Behind the products that were issued, of a tile whose keys begin at `first`; `row`: the thread's first one. What
+  // the next tile wants is on its way then.
   __device__ __forceinline__ void expect(const Args& a, const WorkTile& work, int first, int row) {
     if (!kHasMasks || !has_rows(a, work, row)) return;
     const int next = first - T::kBlockN;

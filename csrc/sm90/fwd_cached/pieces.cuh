@@ -9,8 +9,8 @@ namespace flash_ext::sm90 {
 // coordinates reach any address modulo 2^64.
 inline constexpr int kMapRows = 1 << 30, kFarShift = 34, kNearShift = 4;
 
-// Coordinates of a piece. Its rows that are there have the last numbers below 2^30, so those behind them lie outside and
-// come as zeros, whatever memory holds.
+// Coordinates of a piece. Its rows that are there have the last numbers below 2^30, so those behind them lie outside
+// and come as zeros, whatever memory holds.
 struct PiecePlace {
   int row, far, near;
 

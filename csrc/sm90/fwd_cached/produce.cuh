@@ -1,6 +1,6 @@
-// The producers of the sm90 forward over a cache (kv_cache.h): three warps. The scheduler is that of fwd/produce.cuh but for
-// what the device alone knows: how long a sequence is, and whether this launch serves it. K and V have a warp each,
-// because a tile of small pages is many copies.
+// The producers of the sm90 forward over a cache (kv_cache.h): three warps. The scheduler is that of fwd/produce.cuh
+// but for what the device alone knows: how long a sequence is, and whether this launch serves it. K and V have a warp
+// each, because a tile of small pages is many copies.
 #pragma once
 
 #include "../fwd/produce.cuh"

@@ -6,9 +6,9 @@
 //   One warpgroup or two turn them into elements of the type of q (convert.cuh), in the place and the swizzle that TMA
 //   would give those of a 16-bit cache.
 //
-// A factor of a head belongs to a whole work tile: that of k to the scale of the scores, that of v to the result. Factors
-// of slots, which the fourth warp of the first warpgroup brings beside the bytes, are multiplied by the converters. fp16
-// has not the range of such products, so q in fp16 beside factors of slots is another kernel's.
+// A factor of a head belongs to a whole work tile: that of k to the scale of the scores, that of v to the result.
+// Factors of slots, which the fourth warp of the first warpgroup brings beside the bytes, are multiplied by the
+// converters. fp16 has not the range of such products, so q in fp16 beside factors of slots is another kernel's.
 //
 // Shared memory, 128-byte swizzled tiles of elements first:
 //   ring [kKvStages], Q [kQStages]
@@ -17,6 +17,7 @@
 //   control: work tiles, the scheduler's place, barriers
 #pragma once
 
+#include "../../dtype.cuh"
 #include "convert.cuh"
 #include "packed_mod.cuh"
 #include "tiles.h"
@@ -72,7 +73,7 @@ struct QuantizedTraits : PackedTraits<E, D, kSharesKeys, kMod> {
   using Tile = QuantizedTile;
   using Args = std::conditional_t<kMod, WithModifiers<QuantizedFwdArgs>, QuantizedFwdArgs>;
   static constexpr bool kQuantized = true;
-  static constexpr bool kSlotFactors = !std::is_same_v<E, __half>;
+  static constexpr bool kSlotFactors = holds_any_factor(DTypeOf<E>::value);
   static constexpr ConvertedTile kConverted = converted_tile(D, kSharesKeys, kMod);
   static_assert(kConverted.plain.block_n == Base::kBlockN && kConverted.plain.block_m() == Base::kBlockM);
   static constexpr int kKvStages = kConverted.plain.kv_stages, kQStages = kConverted.plain.q_stages;
@@ -123,9 +124,9 @@ struct RawRing {
   static constexpr int kChunks = T::kHeadDim / T::kRawRowBytes;
 };
 
-// Fourth warp: factors of the slots of a tile beside its bytes, 0 where no key is, 1 where slots have none. The tiles are
-// those of one ring, K0, K1, V0, K2, V1, ... A lane has a few neighbouring keys, looked up before the stage is free. They share a
-// page where rows come in pieces.
+// Fourth warp: factors of the slots of a tile beside its bytes, 0 where no key is, 1 where slots have none. The tiles
+// are those of one ring, K0, K1, V0, K2, V1, ... A lane has a few neighbouring keys, looked up before the stage is
+// free. They share a page where rows come in pieces.
 template <typename T, bool kByRows>
 __device__ __forceinline__ void load_slot_factors(const QuantizedFwdArgs& a, const QuantizedTile* work_tiles,
                                                   const RawRing<T>& copies) {

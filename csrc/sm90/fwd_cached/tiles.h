@@ -11,8 +11,8 @@ constexpr int cached_smem_bytes(int d, int dv) {
   return t.smem_bytes(d, dv) + 8 * t.kv_stages;
 }
 
-// Up to 64 packed rows one warpgroup would have no rows. Both have them all then, and half of the keys of every tile each.
-// Evidence: paged.
+// Up to 64 packed rows one warpgroup would have no rows. Both have them all then, and half of the keys of every tile
+// each. Evidence: paged.
 constexpr bool can_share_keys(int d) { return d <= 128; }
 constexpr FwdTile packed_tile(int d, bool shares_keys) {
   if (shares_keys) return {128, 2, d == 64 ? 8 : 5, 2, true};
@@ -25,9 +25,9 @@ constexpr int packed_smem_bytes(int d, bool shares_keys) {
          kPackedControlBytes;
 }
 
-// Of a cache of 8 bits. Copies bring bytes to a ring of their own, from which other warpgroups turn them into elements of the
-// ring that is multiplied. Bytes on their way hide the latency of memory, so the larger part of what shared memory has is
-// theirs.
+// Of a cache of 8 bits. Copies bring bytes to a ring of their own, from which other warpgroups turn them into elements
+// of the ring that is multiplied. Bytes on their way hide the latency of memory, so the larger part of what shared
+// memory has is theirs.
 struct ConvertedTile {
   FwdTile plain;   // of the elements
   int raw_stages;  // tiles of bytes
@@ -44,9 +44,9 @@ struct ConvertedTile {
   }
 };
 
-// Of head dims 64 and 128. Four warpgroups have 128 registers a thread when they are compiled, five have 96, and a product of
-// 256 columns wants 158. A second converter takes 0.83 to 0.9 of the time up to 64 rows, and 1.02 beyond. Evidence: paged.
-// Modifiers spill beside two at head_dim 128.
+// Of head dims 64 and 128. Four warpgroups have 128 registers a thread when they are compiled, five have 96, and a
+// product of 256 columns wants 158. A second converter takes 0.83 to 0.9 of the time up to 64 rows, and 1.02 beyond.
+// Evidence: paged. Modifiers spill beside two at head_dim 128.
 constexpr ConvertedTile converted_tile(int d, bool shares_keys, bool modified) {
   const int converters = shares_keys && !(modified && d == 128) ? 2 : 1;
   if (d == 64) return {{128, 2, 6, 2, shares_keys}, 8, converters};

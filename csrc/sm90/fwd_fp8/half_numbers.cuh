@@ -1,6 +1,6 @@
-// Fp8Numbers with scores in fp16, for q and k whose numbers are at most kSmallMax in size, so that no score overflows. Pairs
-// of scores halve what is multiplied and added for weights, and the registers of scores. Exponents of weights have 11 bits,
-// and so have weights before e4m3 rounds them to 4. What that does: docs/fp8.md.
+// Fp8Numbers with scores in fp16, for q and k whose numbers are at most kSmallMax in size, so that no score overflows.
+// Pairs of scores halve what is multiplied and added for weights, and the registers of scores. Exponents of weights
+// have 11 bits, and so have weights before e4m3 rounds them to 4. What that does: docs/fp8.md.
 #pragma once
 
 #include "numbers.cuh"
@@ -28,9 +28,9 @@ struct HalfScores {
   }
 };
 
-// p = weights of s by the maxima there are. False when they must not be used. A sum of numbers that are not negative is never
-// rounded below one of them, so that sums in fp16 bound weights as those in fp32 do. The scale is rounded to 11 bits here, and
-// not where a tile is done again: two such tiles differ by up to 2^-12 of a score.
+// p = weights of s by the maxima there are. False when they must not be used. A sum of numbers that are not negative is
+// never rounded below one of them, so that sums in fp16 bound weights as those in fp32 do. The scale is rounded to 11
+// bits here, and not where a tile is done again: two such tiles differ by up to 2^-12 of a score.
 template <int kCount>
 __device__ __forceinline__ bool try_half_weights(const uint32_t (&s)[kCount], uint32_t (&p)[kCount / 2],
                                                  RowState& state, float scale) {

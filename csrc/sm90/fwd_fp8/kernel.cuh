@@ -2,8 +2,8 @@
 //
 //   O_i = softmax(scale * Q_i K^T) V,  lse_i = log sum_j exp(scale * q_i . k_j)
 //
-// with q, k and v that are their e4m3 numbers times factors, plus offsets (fp8.h). Roles, schedule and shared memory are
-// those of fwd/kernel.cuh; tiles of V lie transposed, [channels][keys].
+// with q, k and v that are their e4m3 numbers times factors, plus offsets (fp8.h). Roles, schedule and shared memory
+// are those of fwd/kernel.cuh; tiles of V lie transposed, [channels][keys].
 #pragma once
 
 #include "../fwd/consume.cuh"

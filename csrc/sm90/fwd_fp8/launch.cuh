@@ -6,7 +6,8 @@
 
 namespace flash_ext::sm90 {
 
-// A map of V transposed, with boxes of so many keys and channels; packed ones get the shape that key_coordinates() expects.
+// A map of V transposed, with boxes of so many keys and channels; packed ones get the shape that key_coordinates()
+// expects.
 inline std::string encode_transposed_map(CUtensorMap& map, const StridedView& x, const Problem& p, int keys,
                                          int channels) {
   const int64_t columns = transposed_columns(p.seqlen_k, p.batch, false);

@@ -1,10 +1,10 @@
 // How the consumers of the sm90 forward (fwd/consume.cuh) compute with operands in e4m3.
 //
 // The tensor cores add e4m3 products into an accumulator of some 14 bits, and cut what is beyond: over 8192 keys whose
-// values have something in common an eighth of it is lost. So the output has two: the product's own, of 1024 keys at most,
-// and one in fp32 to which it goes wherever tiles pass a multiple of 1024. Those places belong to the keys, not to the
-// tile of queries. Maxima, below which weights are rounded, do depend on the rows beside: the 16 rows of a warp raise theirs
-// together.
+// values have something in common an eighth of it is lost. So the output has two: the product's own, of 1024 keys at
+// most, and one in fp32 to which it goes wherever tiles pass a multiple of 1024. Those places belong to the keys, not
+// to the tile of queries. Maxima, below which weights are rounded, do depend on the rows beside: the 16 rows of a warp
+// raise theirs together.
 #pragma once
 
 #include "store.cuh"
@@ -37,7 +37,8 @@ struct Fp8Numbers : FloatScores {
   const float* k_factors = nullptr;
 
   __device__ __forceinline__ explicit Fp8Numbers(const Fp8Args& a) : args(a) {}
-  // Largest scores that are asked for are those of every tile: then no maximum is guessed, and none kept without a look.
+  // Largest scores that are asked for are those of every tile: then no maximum is guessed, and none kept without a
+  // look.
   __device__ __forceinline__ bool finds_maxima() const { return args.x.row_max != nullptr; }
   __device__ __forceinline__ void begin_work(const Fp8Args& a, const WorkTile& work, int rows_at) {
     q_scale = a.p.problem.abs_scale_log2;

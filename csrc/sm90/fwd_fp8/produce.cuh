@@ -7,8 +7,8 @@
 namespace flash_ext::sm90 {
 
 // Where TMA finds key `key` of a transposed V. Maps of dense ones have dimensions (keys, channels, heads, batch, 1).
-// Those of packed ones have (2^30, channels, heads, 2^31 - 1, 2^31 - 1), with strides such that coordinates (2^30 - end +
-// key, 2^26, (first + end) / 16) meet the key modulo 2^64, and keys from `end` on lie outside, where zeros come from;
+// Those of packed ones have (2^30, channels, heads, 2^31 - 1, 2^31 - 1), with strides such that coordinates (2^30 - end
+// + key, 2^26, (first + end) / 16) meet the key modulo 2^64, and keys from `end` on lie outside, where zeros come from;
 // `end` is the length rounded up to groups of keys.
 struct KeyCoordinates {
   int key, outer, outermost;

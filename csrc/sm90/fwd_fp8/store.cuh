@@ -63,7 +63,7 @@ __device__ __forceinline__ void put_back_row_offset(const Fp8Args& a, const Work
     const bool unseen = state.minus_max[half] == INFINITY;
     float offset = 0.f;
     if (a.x.row_offset != nullptr && !unseen) {
-      offset = a.p.problem.softmax_scale * a.x.row_offset[at + 8 * half];
+      offset = a.p.problem.scale * a.x.row_offset[at + 8 * half];
       if (a.p.lse != nullptr) a.p.lse[at + 8 * half] += offset;
     }
     if (a.x.row_max != nullptr) {
@@ -72,8 +72,8 @@ __device__ __forceinline__ void put_back_row_offset(const Fp8Args& a, const Work
   }
 }
 
-// The sink joins two rows: their lse, which is there where sinks are, and their output. It begins with the lse that this
-// lane has stored, because registers are short: they hold the scores of the next tile as well.
+// The sink joins two rows: their lse, which is there where sinks are, and their output. It begins with the lse that
+// this lane has stored, because registers are short: they hold the scores of the next tile as well.
 template <int kCount>
 __device__ __forceinline__ void scale_by_sink(const Fp8Args& a, const Work& w, int row, int lane, float (&o)[kCount]) {
   if (a.x.sinks == nullptr) return;

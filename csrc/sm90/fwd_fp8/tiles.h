@@ -15,11 +15,11 @@ inline constexpr HeadDims kSmallFp8Dims[] = {{96, 96}, {128, 128}, {192, 128}, {
 // Rows of 128 bytes: 128 columns of e4m3, 64 of 16-bit elements.
 constexpr int fp8_chunks_of(int d, bool mixed) { return mixed ? chunks_of(d) : (d + 127) / 128; }
 
-// Weights take longer than products. Of three warpgroups some make weights at any time, so v of up to 128 columns has three.
-// Evidence: m192. From 65 columns on tiles have 64 keys, and the accumulator in fp32 lies in shared memory, a part for each
-// warp: registers hold scores, the product's own accumulator and weights. The output leaves through the same place. Scores
-// in fp16 leave registers for 128 keys, which is faster. A tile of keys has one factor, because blocks of keys hold whole
-// tiles.
+// Weights take longer than products. Of three warpgroups some make weights at any time, so v of up to 128 columns has
+// three. Evidence: m192. From 65 columns on tiles have 64 keys, and the accumulator in fp32 lies in shared memory, a
+// part for each warp: registers hold scores, the product's own accumulator and weights. The output leaves through the
+// same place. Scores in fp16 leave registers for 128 keys, which is faster. A tile of keys has one factor, because
+// blocks of keys hold whole tiles.
 struct Fp8Tile {
   int consumers, kv_stages, block_n, q_stages;
   bool shared_total;

@@ -1,7 +1,8 @@
-// The second accumulator of the fp8 forward's output, in fp32: in registers, or in shared memory where they are too few.
+// The second accumulator of the fp8 forward's output, in fp32: in registers, or in shared memory where they are too
+// few.
 //
-// Both have begin() of a work tile, rescale() where maxima rise, take(), which moves the product's own accumulator here,
-// and finish(), the sum of both.
+// Both have begin() of a work tile, rescale() where maxima rise, take(), which moves the product's own accumulator
+// here, and finish(), the sum of both.
 #pragma once
 
 #include "config.cuh"

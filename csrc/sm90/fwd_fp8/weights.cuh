@@ -2,9 +2,9 @@
 //
 // As fwd/weights.cuh, with two changes. A row's largest score gets the weight 26, and not 1: e4m3 has its best relative
 // precision from 2^-6 on, so weights down to 2^-11 of the largest keep it. And the limit of a sum is 448, the largest
-// number of e4m3, because conversion clamps what is larger and says nothing: weights are positive, so no weight of a sum
-// up to 448 exceeds it. A thread has two sums of 16 weights for each row. 26 because all 16 may be as large (416), and
-// because e4m3 has it: a key that rules a row from its first tile on has a weight that no rounding changes.
+// number of e4m3, because conversion clamps what is larger and says nothing: weights are positive, so no weight of a
+// sum up to 448 exceeds it. A thread has two sums of 16 weights for each row. 26 because all 16 may be as large (416),
+// and because e4m3 has it: a key that rules a row from its first tile on has a weight that no rounding changes.
 //
 // Row sums are those of the weights before rounding. Sums of rounded ones would be no better on average, and far off
 // where most of a row is so small that e4m3 has zeros for it.

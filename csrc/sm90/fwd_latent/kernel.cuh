@@ -2,9 +2,10 @@
 //
 //   O_i = softmax(scale * Q_i C^T) C[:, :512]
 //
-// Scheduling, parts of keys and what leaves are those of fwd_cached/packed.cuh. Two warpgroups take turns, a tile each. The
-// one in turn forms the scores, raises the maxima, and hands weights and maxima to the other one. Then both multiply the
-// weights by their half of the columns. Maxima are exact, because scores are a small part of the work.
+// Scheduling, parts of keys and what leaves are those of fwd_cached/packed.cuh. Two warpgroups take turns, a tile each.
+// The one in turn forms the scores, raises the maxima, and hands weights and maxima to the other one. Then both
+// multiply the weights by their half of the columns. That exchange is why this loop is not the one of fwd/consume.cuh.
+// Maxima are exact, because scores are a small part of the work.
 //
 // Named barriers from kExchangeBarrier on: weights of the tile in a stage are there, one for each stage; sums of both
 // warpgroups are there.

@@ -34,12 +34,11 @@ struct FwdModArgs {
 };
 
 // What a kernel does beside hiding scores. Code that never runs costs all the same, in registers and in the order that
-// ptxas finds. Evidence: masked-variants.
-// kExponents knows slopes or a softcap, kBias a bias of 16 bits that TMA brings, kLooseBias a loose one (loose_bias.cuh),
-// kFloatBias one in fp32, all without dropout or one of the others.
-// kM192Hides hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to whole tiles what that kernel
-// does. The others of m192 have slopes, a softcap, dropout, one of the three kinds of bias or words of a bool mask besides,
-// and need them.
+// ptxas finds. Evidence: masked-variants. kExponents knows slopes or a softcap, kBias a bias of 16 bits that TMA
+// brings, kLooseBias a loose one (loose_bias.cuh), kFloatBias one in fp32, all without dropout or one of the others.
+// kM192Hides hides like kHides in the plain kernel's tiles of 192 queries (m192), and does to whole tiles what that
+// kernel does. The others of m192 have slopes, a softcap, dropout, one of the three kinds of bias or words of a bool
+// mask besides, and need them.
 enum class FwdModKind {
   kHides,
   kDrops,
@@ -177,8 +176,8 @@ struct FwdModTraits {
   static constexpr int kChunkColumns = 64, kChunks = chunks_of(D), kChunksV = chunks_of(Dv),
                        kStagingChunks = kTile.staging_chunks(Dv);
   static_assert(kIsWide == (kM192 && kBlockN == 128));
-  // The scheduler, which classifies tiles, does not fit 40. Where consumers need 160 it keeps some 100 bytes in memory. With
-  // tiles of 64 keys, which need none, these calls take 1.1 to 1.25 of the time: masked-m192.
+  // The scheduler, which classifies tiles, does not fit 40. Where consumers need 160 it keeps some 100 bytes in memory.
+  // With tiles of 64 keys, which need none, these calls take 1.1 to 1.25 of the time: masked-m192.
   static constexpr int kConsumerRegs = kIsWide ? 160 : kM192 ? 152 : 224, kProducerRegs = kIsWide ? 32 : 56;
   static constexpr int kClassifierLanes = kConsumers == 2 ? 2 : 4;  // lanes a tile, one for each warpgroup's rows
   static constexpr int kTilesAtOnce = 32 / kClassifierLanes;

@@ -96,7 +96,7 @@ struct MaskedConsumer {
   __device__ __forceinline__ void finish_q() const {
     if (now.is_last()) arrive(bars.q_empty(q_stage()));
   }
-  // Step i has used 2 i or 2 i + 1 stages when it comes to its bias, the first step one. How many pieces have come before:
+  // Step i has used 2 i or 2 i + 1 stages when it comes to its bias, the first step one. Pieces before it:
   __device__ __forceinline__ uint32_t bias_count(int piece) const {
     return static_cast<uint32_t>(kv.used) / 2 * T::kBiasPieces + piece;
   }
@@ -271,7 +271,7 @@ struct MaskedConsumer {
     const auto& work = work_at(work_tiles);
     const HeadDistances raw{work.raw_slope};
     raw.add_bent<false>(as_blocks(s), a.m.by_distance, work.seq.b, work.w.h, first_distance<false>(beside.ahead, 0),
-                        ptx::reciprocal(a.plain.p.problem.softmax_scale));
+                        ptx::reciprocal(a.plain.p.problem.scale));
     ptx::warpgroup_fence_operand(s);
   }
   __device__ __forceinline__ void hide(const Beside& beside) {

@@ -5,8 +5,8 @@
 
 namespace flash_ext::sm90 {
 
-// Registers are short: m128 keeps a count alone, which serves the tiles of bias as well. A ring of m192 may have five stages,
-// which a count would have to be divided by, so there the count is for what stands beside the scores alone.
+// Registers are short: m128 keeps a count alone, which serves the tiles of bias as well. A ring of m192 may have five
+// stages, which a count would have to be divided by, so there the count is for what stands beside the scores alone.
 template <typename T>
 struct KvPosition {
   PipelineState<T::kKvStages> ring;

@@ -15,7 +15,7 @@ Series series_of(const double (&terms)[Series::kTerms], double limit, double uni
                  const Modifiers& m) {
   Series series{};
   series.limit = -1.f;
-  const double factor = static_cast<double>(p.softmax_scale) * m.inv_softcap;
+  const double factor = static_cast<double>(p.scale) * m.inv_softcap;
   double power = factor * m.softcap * unit;
   for (int k = 0; k < Series::kTerms; ++k) {
     const double c = terms[k] * power;
@@ -69,7 +69,7 @@ std::string launch_fwd_mod_as(const FwdCall& c, const Launch& l) {
   const double unit = T::kLog2Maxima ? kLog2e : 1.;
   a.cap = cap_series(unit, r, m);
   a.short_cap = short_cap_series(unit, r, m);
-  a.scale_log2 = m.has_score_mod ? r.softmax_scale * kLog2e : m.unit_log2;
+  a.scale_log2 = m.has_score_mod ? r.scale * kLog2e : m.unit_log2;
   a.bias_rows = l.bias_rows;
   a.bias_steps = {m.bias.head_stride != 0, m.bias.batch_stride != 0};
   a.q_stages = !T::kModTile.bias_has_place && a.bias_rows > 0 ? 1 : T::kQStages;

@@ -1,6 +1,6 @@
-// A bias that is loose (bias_rows.h): its rows begin anywhere, where TMA wants 16 bytes, also of each box. A loader copies the
-// 16-byte pieces that hold a row's keys of a tile, and consumers take their elements from them. A copy in front of the
-// kernel moves twice the bytes that the kernel reads, and takes about as long. Evidence: masked-variants.
+// A bias that is loose (bias_rows.h): its rows begin anywhere, where TMA wants 16 bytes, also of each box. A loader
+// copies the 16-byte pieces that hold a row's keys of a tile, and consumers take their elements from them. A copy in
+// front of the kernel moves twice the bytes that the kernel reads, and takes about as long. Evidence: masked-variants.
 #pragma once
 
 #include "../../common/modifiers.cuh"
@@ -22,9 +22,10 @@ __device__ __forceinline__ int behind_below(int behind, const BiasView& x, int r
   return static_cast<int>((behind + rows * static_cast<uint32_t>(x.row_stride)) % 8);
 }
 
-// Called by a warp: copies kRows rows from `row0` on, kLooseKeys keys from `col0` on, to rows of kLoosePitch bytes, and has
-// them complete a phase of `bar`, which counts one arrival. What lies beyond the bias becomes 0. Addresses are made for eight
-// rows, and those of the next eight are as far behind 16 bytes: made for each piece they are slower (docs/benchmarks.md).
+// Called by a warp: copies kRows rows from `row0` on, kLooseKeys keys from `col0` on, to rows of kLoosePitch bytes, and
+// has them complete a phase of `bar`, which counts one arrival. What lies beyond the bias becomes 0. Addresses are made
+// for eight rows, and those of the next eight are as far behind 16 bytes: made for each piece they are slower
+// (docs/benchmarks.md).
 template <int kRows>
 __device__ __forceinline__ void load_loose_bias(const BiasView& x, int b, int h, int row0, int col0, uint32_t to,
                                                 uint32_t bar) {
@@ -65,8 +66,8 @@ __device__ __forceinline__ void load_loose_bias(const BiasView& x, int b, int h,
   if (lane == 0) ptx::mbarrier_arrive(bar);
 }
 
-// s = s * scale + bias, of 64 keys at `place`, where this warp's rows begin at `warp_row`. `behind`: of this lane's rows. What
-// lies behind the first 16 keys is left out where there are no more: 197 keys end 5 keys behind a part.
+// s = s * scale + bias, of 64 keys at `place`, where this warp's rows begin at `warp_row`. `behind`: of this lane's
+// rows. What lies behind the first 16 keys is left out where there are no more: 197 keys end 5 keys behind a part.
 template <typename E, int kCount>
 __device__ __forceinline__ void add_loose_bias(float (&s)[kCount], float scale, uint32_t place, int warp_row,
                                                int behind, int keys) {

@@ -45,8 +45,8 @@ __device__ __forceinline__ OwnWords<kKeys> fetch_own_words(const ScoreMod& score
   return own;
 }
 
-// The keys from col0 on that a row sees by what is known from the rows' side. Rows behind the last one see what it sees: a
-// row that saw nothing would have its warp take the maximum of every tile.
+// The keys from col0 on that a row sees by what is known from the rows' side. Rows behind the last one see what it
+// sees: a row that saw nothing would have its warp take the maximum of every tile.
 template <int kKeys>
 __device__ __forceinline__ OwnWords<kKeys> seen_by_row(const ScoreMod& score_mod, const OwnWords<kKeys>& mask, int row,
                                                        int col0, TileTests tests) {
@@ -219,7 +219,8 @@ struct BroughtWords {
   }
 };
 
-// hide_scores() for a kernel that has no registers for the bits of a tile: 32 keys at a time, made where they are applied.
+// hide_scores() for a kernel that has no registers for the bits of a tile: 32 keys at a time, made where they are
+// applied.
 template <int kCount>
 __device__ __forceinline__ void hide_tile(float (&s)[kCount], const ScoreMod& score_mod, const ModWorkTile& work,
                                           int row0, int col0, TileTests tests) {

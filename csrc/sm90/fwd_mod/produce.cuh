@@ -1,6 +1,6 @@
 // The producers of the sm90 forward with modifiers. The first warp finds out which tiles of keys a work tile visits and
-// what their scores are tested for. The second one loads them, and a bias. In m192 a third one has the bias, or the words of a
-// bool mask (T::kLoadsBeside).
+// what their scores are tested for. The second one loads them, and a bias. In m192 a third one has the bias, or the
+// words of a bool mask (T::kLoadsBeside).
 #pragma once
 
 #include "../fwd/produce.cuh"
@@ -70,7 +70,8 @@ __device__ __forceinline__ uint32_t classify_tile(const ScoreMod& score_mod, int
 
 // The slope of a work tile in units of raw products, as three terms of bf16. A larger slope than 2^20 (7e5, in units of
 // the scores) counts as that: rows see their nearest keys alone either way, and fp32 rounds the exponent of a tile's
-// largest score, up to 64 keys away, by 2^-18 slopes, which overflowed fp16 from 5e6 on. Infinity and NaN stay, and make NaN.
+// largest score, up to 64 keys away, by 2^-18 slopes, which overflowed fp16 from 5e6 on. Infinity and NaN stay, and
+// make NaN.
 __device__ __forceinline__ void split_slope(SlopeWorkTile& work, float scale_log2) {
   constexpr float kHighest = 0x1p20f;
   float& slope = work.distances.slope;
@@ -197,8 +198,8 @@ __device__ __forceinline__ void schedule_mod_work(const FwdModArgs& a, const Fwd
   publish(true);
 }
 
-// Where a lane's rows of words lie, from the first word of a work tile's first row on: row lane / 2 and every 16th behind it.
-// Rows behind the last one have its words, as hide_tile() wants them.
+// Where a lane's rows of words lie, from the first word of a work tile's first row on: row lane / 2 and every 16th
+// behind it. Rows behind the last one have its words, as hide_tile() wants them.
 template <int kRows>
 struct WordRows {
   static constexpr int kCount = kRows / 16;
@@ -217,8 +218,8 @@ struct WordRows {
   }
 };
 
-// Called by a warp: copies the words of 64 keys from `col0` on to 8 bytes a row, and has them complete a phase of `bar`,
-// which counts one arrival.
+// Called by a warp: copies the words of 64 keys from `col0` on to 8 bytes a row, and has them complete a phase of
+// `bar`, which counts one arrival.
 template <int kRows>
 __device__ __forceinline__ void load_words(const BitRows& mask, const uint32_t* first_row, const WordRows<kRows>& rows,
                                            int col0, uint32_t to, uint32_t bar) {
@@ -234,8 +235,9 @@ __device__ __forceinline__ void load_words(const BitRows& mask, const uint32_t* 
   if (lane == 0) ptx::mbarrier_arrive(bar);
 }
 
-// Steps as the scheduler hands them on, chunk by chunk: use(work, step, is_first, left, begins). is_first: of its work tile.
-// left: how many steps the work tile still has, this one counted, in its last chunk; 0 in those before. begins: a chunk.
+// Steps as the scheduler hands them on, chunk by chunk: use(work, step, is_first, left, begins). is_first: of its work
+// tile. left: how many steps the work tile still has, this one counted, in its last chunk; 0 in those before. begins: a
+// chunk.
 template <typename T, typename Use>
 __device__ __forceinline__ void for_each_step(ModShared<T>& shared, ModBarriers<T> bars, int lane, const Use& use) {
   PipelineState<T::kWorkStages> work_ring;

@@ -79,7 +79,7 @@ __device__ __forceinline__ void cap_to_exponents(ScorePart& s, const FwdModArgs&
   // NaN and infinity exceed both.
   if (!exceeds(a.short_cap)) return sum_all(a.short_cap);
   if (!exceeds(a.cap)) return sum_all(a.cap);
-  const float cap = a.m.softcap * kLog2e, factor = a.plain.p.problem.softmax_scale * a.m.inv_softcap;
+  const float cap = a.m.softcap * kLog2e, factor = a.plain.p.problem.scale * a.m.inv_softcap;
   if (a.m.softcap > kFineSoftcap) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] = fmaf(cap, ScoreMod::fine_tanh_of(s[i] * factor), -shift[i / 2 % 2]);
@@ -104,7 +104,7 @@ __device__ __forceinline__ void cap_scores(ScorePart& s, const FwdModArgs& a) {
     for (int i = 0; i < kCount; ++i) s[i] *= sum_series(series, s[i] * s[i]);
     return;
   }
-  const float cap = a.m.softcap, factor = a.plain.p.problem.softmax_scale * a.m.inv_softcap;
+  const float cap = a.m.softcap, factor = a.plain.p.problem.scale * a.m.inv_softcap;
   if (cap > kFineSoftcap) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] = cap * ScoreMod::fine_tanh_of(s[i] * factor);
@@ -221,7 +221,7 @@ __device__ __forceinline__ void modify_scores(ScorePart& s, const FwdModArgs& a,
     if (a.plain.p.problem.score_factor != 1.f) ScoreMod::scale_all(as_blocks(s), a.plain.p.problem.score_factor);
     return;
   }
-  float scale = a.plain.p.problem.softmax_scale;
+  float scale = a.plain.p.problem.scale;
   if (kAll && m.softcap > 0.f) {
     cap_scores(s, a);
     scale = 1.f;

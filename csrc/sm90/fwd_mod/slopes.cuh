@@ -9,8 +9,8 @@
 
 namespace flash_ext::sm90 {
 
-// The keys of a tile are numbered, 0 in the middle, exact in bf16, the same in 8 rows of the swizzled layout of V. Behind
-// them the tensor cores find the same 8 rows again, for columns of A that are 0.
+// The keys of a tile are numbered, 0 in the middle, exact in bf16, the same in 8 rows of the swizzled layout of V.
+// Behind them the tensor cores find the same 8 rows again, for columns of A that are 0.
 inline constexpr int kNumberRows = 8, kNumberBytes = kNumberRows * 128;  // of 64 keys
 
 template <int kKeys>

@@ -145,7 +145,7 @@ struct BiasData {
     x.seqlen_q = c.packed ? 0 : longest_q, x.seqlen_k = c.packed ? 0 : longest_k;
     x.total_q = total_q, x.total_k = total_k;
     if (c.packed) x.cu_seqlens_q = cu_q.data(), x.cu_seqlens_k = cu_k.data();
-    x.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.d));
+    x.scale = 1.f / std::sqrt(static_cast<float>(c.d));
     x.window_left = c.left, x.window_right = c.right;
     x.prepare();
   }

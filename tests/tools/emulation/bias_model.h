@@ -45,7 +45,7 @@ struct BiasModel {
   double score(int b, int h, int r, int j) const {
     const int head_k = h / (c.heads / c.heads_k);
     double s = dot(x.params.q, x.first_q(b) + r, h, x.params.k, x.first_k(b) + j, head_k, c.d);
-    s *= x.params.problem.softmax_scale;
+    s *= x.params.problem.scale;
     if (c.softcap > 0) s = c.softcap * std::tanh(s / c.softcap);
     if (c.slopes) s -= x.slope_at(b, h) * distance(b, r, j);
     if (c.reach >= 0) s += x.table[h * x.entries() + entry(b, r, j)];

@@ -183,7 +183,7 @@ struct Data {
     Problem& r = p.problem;
     r.dtype = std::is_same_v<E, __half> ? DType::kFloat16 : DType::kBFloat16;
     r.batch = batch, r.num_heads = c.heads, r.num_heads_k = c.heads_k, r.head_dim = c.d, r.head_dim_v = c.dv;
-    r.softmax_scale = 0.125f / (std::is_same_v<E, __half> ? 1.f : c.size_of_q), r.window_left = c.left,
+    r.scale = 0.125f / (std::is_same_v<E, __half> ? 1.f : c.size_of_q), r.window_left = c.left,
     r.window_right = c.right;
     r.total_q = c.rows();
     const int longest = *std::max_element(c.lk.begin(), c.lk.end());
@@ -377,7 +377,7 @@ struct Data {
           const int h_k = h / (c.heads / c.heads_k);
           const uint16_t *k = at(p.k, b, j, h_k), *v = at(p.v, b, j, h_k);
           for (int x = 0; x < c.d; ++x) score += double(ptx::widen<E>(own[x])) * element(k, x);
-          const double scaled = score * factor(quantized.k, b, j, h_k) * r.softmax_scale + added(h, query, j, level);
+          const double scaled = score * factor(quantized.k, b, j, h_k) * r.scale + added(h, query, j, level);
           const double weight = std::exp(scaled - shift);
           sum += weight;
           const double of_v = weight * factor(quantized.v, b, j, h_k);
@@ -495,7 +495,7 @@ bool agrees(const Case& c, int splits, bool lazy) {
     made.kv_cache.seen_keys = x.cache.max_keys;
   }
   x.workspace.assign(made.split_kv.workspace_bytes() / 8 + 2, ~uint64_t{0});  // NaN
-  x.p.schedule = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(x.workspace.data()) + 15) / 16 * 16);
+  x.p.kept = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(x.workspace.data()) + 15) / 16 * 16);
   emu::lazy = lazy;
   const int size = padded_split_head_dim(c.d, c.dv);
   if (size == 64) run<E, 64>(x.p, x.m, made, x.cache, x.quantized);

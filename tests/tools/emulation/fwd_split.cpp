@@ -117,7 +117,7 @@ struct Data {
     r.num_heads_k = c.heads_k;
     r.head_dim = c.d;
     r.head_dim_v = c.dv;
-    r.softmax_scale = c.scale;
+    r.scale = c.scale;
     r.window_left = c.left;
     r.window_right = c.right;
     r.total_q = c.rows();
@@ -228,7 +228,7 @@ bool agrees(const Case& c, int splits, bool lazy) {
   device.smem_per_block = kSmemLimitLarge;
   const SplitGrid g = make_split_grid(x.p.problem, device, splits);
   x.workspace.assign(g.workspace_bytes() / 8 + 2, ~uint64_t{0});  // NaN
-  x.p.schedule = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(x.workspace.data()) + 15) / 16 * 16);
+  x.p.kept = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(x.workspace.data()) + 15) / 16 * 16);
   emu::lazy = lazy;
   const int size = padded_split_head_dim(c.d, c.dv);
   const auto run_all = [&] {

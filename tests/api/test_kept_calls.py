@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash_ext
 from flash_ext import _attention, masks
 from flash_ext._masks.operands import may_be_copied, with_aligned_rows
-from flash_ext._ops import calls
+from flash_ext._ops import calls, dispatch
 from tests.masks.test_prepared_masks import every_kind, some
 
 pytestmark = pytest.mark.everywhere
@@ -215,6 +215,39 @@ def test_layers_take_the_short_way(monkeypatch: pytest.MonkeyPatch):
             call(**value, **options)
             assert longer, options
             longer.clear()
+
+
+@pytest.mark.parametrize("heads_k", [2, 1])
+def test_heads_first_looks_for_no_words(heads_k: int, monkeypatch: pytest.MonkeyPatch):
+    """What puts refusals into words is not asked where a call is right."""
+    q, k = (t.transpose(1, 2) for t in some())
+    k, mask = k[:, :heads_k], every_kind()["documents"]
+
+    def run(**more):
+        return flash_ext.attention(q, k, k, layout="bhsd", **more)
+
+    wanted = [run(mask=mask), run(causal=True)]
+    monkeypatch.setattr(dispatch, "explain_tensors", lambda *a, **b: pytest.fail("words are looked for"))
+    assert all(map(torch.equal, [run(mask=mask), run(causal=True)], wanted))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # about prototypes
+@pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize("kind", ["sparse", "nested", "mkldnn", "array"])
+def test_heads_first_refuses_other_tensors_in_the_same_words(kind: str, name: str):
+    q, _ = (t.transpose(1, 2) for t in some())
+    other = {
+        "sparse": q.to_sparse, "nested": lambda: torch.nested.nested_tensor([*q]),
+        "mkldnn": q.contiguous().to_mkldnn, "array": q.numpy,
+    }[kind]()  # fmt: skip
+    given, mask = {"q": q, "k": q, "v": q, "layout": "bhsd"}, every_kind()["documents"]
+    flash_ext.attention(**given, mask=mask)
+    said = []
+    for options in ({"layout": "bshd"}, {}, {"mask": mask}, {"softcap": 1.0}):
+        with pytest.raises(TypeError, match=f"{name} must be a") as refusal:
+            flash_ext.attention(**given | {name: other} | options)
+        said.append(str(refusal.value))
+    assert len({*said}) == 1
 
 
 def test_a_kept_call_of_another_bias_is_not_taken():

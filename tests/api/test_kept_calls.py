@@ -100,6 +100,47 @@ def test_a_bias_that_is_written_is_read_anew():
         assert torch.equal(flash_ext.attention(q, k, k, bias=bias), expected)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_table_that_learns_is_read_in_each_call(fused: bool):
+    """Fused optimizers write parameters without counting, so no version says that one has changed.
+
+    And a second forward needs a conversion of its own: a backward frees what autograd keeps of the first.
+    """
+    table = torch.nn.Parameter(torch.randn(2, 32))
+    optimizer = torch.optim.AdamW([table], lr=1.0, fused=fused)
+    (q, k), learned = some(), masks.RelativePosition(table)
+    for _ in range(2):
+        for _ in range(2):
+            out = flash_ext.attention(q, k, k, bias=learned)
+            (table.grad,) = torch.autograd.grad(out.sin().sum(), table)
+        optimizer.step()
+        with torch.no_grad():
+            got = flash_ext.attention(q, k, k, bias=learned)
+            assert torch.equal(got, flash_ext.attention(q, k, k, bias=fresh(learned)))
+            assert not torch.equal(got, out)
+    assert not hasattr(learned, "_calls")
+
+
+def test_a_detached_table_is_converted_once_and_changes_are_seen(monkeypatch: pytest.MonkeyPatch):
+    table, made = torch.nn.Parameter(torch.randn(2, 32)), []
+    convert = masks.RelativePosition.by_distance
+
+    def counted(self: masks.RelativePosition, dtype: torch.dtype) -> torch.Tensor:
+        made.append(dtype)
+        return convert(self, dtype)
+
+    monkeypatch.setattr(masks.RelativePosition, "by_distance", counted)
+    (q, k), bias = some(), masks.RelativePosition(table.detach())
+    for change in (1, -2):
+        with torch.no_grad():
+            table.mul_(change)  # as optimizers do that count
+        made.clear()
+        got = [flash_ext.attention(q, k, k, bias=bias) for _ in range(3)]
+        assert len(made) == 1
+        wanted = flash_ext.attention(q, k, k, bias=masks.RelativePosition(table))
+        assert all(torch.equal(out, wanted) for out in got)
+
+
 @pytest.mark.parametrize("kind", ["plain", "expanded", "sum"])
 def test_copies_with_aligned_rows_follow_their_sources(kind: str, monkeypatch: pytest.MonkeyPatch):
     """As calls on a GPU make them of rows of 197 elements."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import platform
 import sys
@@ -109,6 +110,49 @@ def serving_calls(device: str) -> dict[str, Timed]:
     }
 
 
+def modified_calls(device: str) -> dict[str, Timed]:
+    """Calls with heads first, with modifiers and with values that keep them.
+
+    Without a mask or a bias nothing keeps the call of a modifier.
+    """
+    q = torch.zeros(2, 16, 4, 64, dtype=torch.bfloat16, device=device)
+    leaves = [torch.zeros_like(q, requires_grad=True) for _ in range(3)]
+    same, heads_first = (q, q, q), (q.transpose(1, 2).contiguous(),) * 3
+    ids = torch.arange(64, dtype=torch.int32, device=device)
+    mask, documents = masks.DocumentCausal(ids[:16] // 5), masks.DocumentCausal(ids // 32)
+    rows = [t.detach().view(2, 64, 1, 64).requires_grad_() for t in leaves]
+    flash_ext.attention(*rows, mask=documents)  # reads where documents begin, which null kernels do not leave
+    table = torch.zeros(4, 32, device=device, requires_grad=True)
+    learned, constant = masks.RelativePosition(table), masks.RelativePosition(table.detach())
+    modifiers = {
+        "softcap": {"softcap": 30.0},
+        "sinks": {"sinks": torch.zeros(4, device=device)},
+        "dropout": {"dropout_p": 0.1},
+    }
+
+    def run(*tensors: Any, **options: Any) -> Callable[[], Any]:
+        return functools.partial(flash_ext.attention, *tensors, **options)
+
+    turned = functools.partial(run, layout="bhsd")
+    without_gradient = {
+        "attention, bhsd": turned(*heads_first, causal=True),
+        **{f"attention with {name}": run(*same, causal=True, **given) for name, given in modifiers.items()},
+        "prepared mask, bhsd": turned(*heads_first, mask=mask),
+        **{f"prepared mask with {name}": run(*same, mask=mask, **given) for name, given in modifiers.items()},
+        "documents that run packed": run(*(t.detach() for t in rows), mask=documents),
+        "prepared RelativePosition": run(*same, bias=constant),
+        "learned RelativePosition": run(*same, bias=learned),
+    }
+    with_gradient = {
+        "prepared mask, bhsd, records a graph": turned(*(t.transpose(1, 2) for t in leaves), mask=mask),
+        "documents, packed, record a graph": run(*rows, mask=documents),
+        "RelativePosition records a graph": run(*leaves, bias=learned),
+    }
+    return {name: (torch.no_grad, call) for name, call in without_gradient.items()} | {
+        name: (torch.enable_grad, call) for name, call in with_gradient.items()
+    }
+
+
 def calls(device: str) -> dict[str, Timed]:
     """Everything that is timed, by name."""
     q = torch.empty(2, 16, 4, 64, dtype=torch.bfloat16, device=device)
@@ -161,6 +205,7 @@ def calls(device: str) -> dict[str, Timed]:
             lambda: flash_ext.attention(*leaves, mask=mask),
         ),
         "prepared mask and its gradient": (torch.enable_grad, lambda: train(mask=mask)),
+        **modified_calls(device),
         **serving_calls(device),
     }
 

@@ -25,6 +25,8 @@ from ._ops import library as ops
 from ._ops import plan as planned
 from ._ops.extension import PACKAGE, MissingExtension, in_source_folder, is_of_sources_beside, mend
 
+__all__ = ["as_text", "collect", "main"]
+
 HEAD_DIMS = (64, 96, 128, 192, 256)
 OTHER_PACKAGES = (
     "numpy", "triton", "flash-attn", "flash-attn-4", "xformers", "transformers", "diffusers", "timm",
@@ -212,6 +214,10 @@ def main() -> None:
         return
     info = collect()
     sys.stdout.write((json.dumps(info, indent=2) if args.json else as_text(info)) + "\n")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("_"))])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .biases import Bias, DenseBias, terms_of
 from .dense import grid, piece_of, pieces, sizes_of
+from .documents import borders_of, says_documents_alone
 from .lower import Terms, terms_for
 from .normal import Refused
 from .operands import may_be_copied, operands_of, sources_of_bias, with_aligned_rows
@@ -30,7 +31,8 @@ class Description(NamedTuple):
         skipped: tiles that are hidden in full.
         cut: tiles of which a part is shown.
         whole: tiles that are shown in full.
-        memory: bytes of the mask's tensors in the form that kernels read; None if no kernel executes it.
+        memory: bytes of the mask's tensors in the form that kernels read, and of where its documents begin if
+            calls run as packed sequences; None if no kernel executes it.
         refusal: why no kernel executes it, or None.
     """
 
@@ -80,7 +82,8 @@ def describe(mask: Mask, q_len: int, k_len: int, batch: int | None, num_heads: i
     total = sizes.batch * sizes.num_heads * q_len * k_len
     memory, refusal = None, None
     try:
-        memory = _bytes(terms_for(mask, None, sizes), sizes)
+        terms = terms_for(mask, None, sizes)
+        memory = _bytes(terms, sizes) + (_bytes_of_borders(terms, sizes) if says_documents_alone(mask) else 0)
     except Refused as error:
         refusal = str(error)
     density = shown_pairs / total if total else 0.0
@@ -118,6 +121,13 @@ def _bytes(terms: Terms, sizes: Sizes) -> int:
     if shapes:
         words += _bits(tuple(torch.broadcast_shapes(*shapes)))
     return 4 * words
+
+
+def _bytes_of_borders(terms: Terms, sizes: Sizes) -> int:
+    """Of what calls keep as the borders of documents, one tensor where both sides have the same."""
+    assert terms.documents is not None
+    borders = borders_of(terms.documents[0].expand(sizes.batch, sizes.q_len)) or ()
+    return sum(t.nbytes for t in {id(t): t for t in borders}.values())
 
 
 def _own_shape(t: Tensor) -> tuple[int, ...]:

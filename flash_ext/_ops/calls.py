@@ -74,10 +74,12 @@ def run_kept_fwd(
     kept = kept_call(mask, bias, softcap, dropout_p, scale, causal, window)
     if kept is None or dropout_p != 0:
         return None
+    if max_seqlen_q is not None or max_seqlen_k is not None:
+        max_seqlen_q, max_seqlen_k = bound(max_seqlen_q), bound(max_seqlen_k)
     try:
         found = kept.fwd(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, bound(max_seqlen_q), bound(max_seqlen_k), scale, sinks,
-            softcap, 0.0, None, False, deterministic, backend, False,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, sinks, softcap, 0.0, None,
+            False, deterministic, backend, False,
         )  # fmt: skip
     except (TypeError, ValueError, NotImplementedError):
         return None  # the longer way refuses it in the caller's words

@@ -435,24 +435,38 @@ def _check_needs(needs: Any, sources: dict[str, Any]) -> None:
             raise ValueError(f"needs names {name}, the gradient of {what[name]}, which is not given.")
 
 
-def from_heads_first(layout: Any, *tensors: Any) -> list[Tensor]:
+def from_heads_first(layout: Any, q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(b, heads, seqlen, features) as (b, seqlen, heads, features).
 
     Raises:
         ValueError, TypeError: the layout is another one, or these are no tensors of four dimensions.
     """
+    if type(q) is type(k) is type(v) is Tensor and layout == "bhsd" and q.dim() == k.dim() == v.dim() == 4:
+        # The everyday call asks for no more than this; what it lets through is refused further on.
+        try:
+            heads, heads_k = q.shape[1], k.shape[1]
+            if heads == heads_k or (heads > heads_k > 0 and heads % heads_k == 0):
+                return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        except RuntimeError:  # nested and sparse tensors, which have words below
+            pass
+    _explain_heads_first(layout, q=q, k=k, v=v)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _explain_heads_first(layout: Any, **tensors: Any) -> None:
     if layout != "bhsd":
         raise ValueError(f'layout must be "bshd" or "bhsd", got {layout!r}.')
-    for name, t in zip("qkv", tensors):
+    for name, t in tensors.items():
         explain_tensors(**{name: t})
         if t.dim() != 4:
             hint = " Packed sequences go into attention_varlen." if name == "q" and t.dim() == 3 else ""
             raise ValueError(
                 f"{name} must have shape (batch, num_heads, seqlen, head_dim), got {tuple(t.shape)}.{hint}"
             )
-    heads, heads_k = tensors[0].shape[1], tensors[1].shape[1]
+    q, k = tensors["q"], tensors["k"]
+    heads, heads_k = q.shape[1], k.shape[1]
     if heads != heads_k and (heads < 1 or heads_k < 1 or heads % heads_k):
-        length, length_k = tensors[0].shape[2], tensors[1].shape[2]
+        length, length_k = q.shape[2], k.shape[2]
         is_default = length >= 1 and length_k >= 1 and length % length_k == 0
         hint = " Tensors of shape (batch, seqlen, num_heads, head_dim) need no layout." if is_default else ""
         # In the words of the operator, which cannot know that the layout is given.
@@ -460,7 +474,6 @@ def from_heads_first(layout: Any, *tensors: Any) -> list[Tensor]:
             "num_heads of q must be a positive multiple of num_heads of k and v, got "
             f"{heads} and {heads_k}.{hint}"
         )
-    return [t.transpose(1, 2) for t in tensors]
 
 
 def operator_options(

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from .._masks.biases import Bias
 from .._masks.block_mask import BlockMask, with_leading
+from .._masks.documents import Borders, borders_of, says_documents_alone
 from .._masks.lower import Terms, terms_for
 from .._masks.operands import four_dimensions, without_repeats
 from .._masks.value import Mask, Sizes, is_capturing, is_traced, only_leaf
-from .documents import Borders, borders_of, says_documents_alone
 from .modifiers import MASK_GROUP, Modifiers
 
 MOST_PREPARED = 8  # sizes of calls that one mask keeps what it made for

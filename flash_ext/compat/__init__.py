@@ -3,4 +3,6 @@
 :mod:`flash_ext.compat.flash_attn` has the functions of the package flash-attn, version 2.8.
 """
 
-from . import flash_attn as flash_attn
+from . import flash_attn
+
+__all__ = ["flash_attn"]

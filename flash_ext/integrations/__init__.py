@@ -1,3 +1,5 @@
 """Hooks that make other libraries call :mod:`flash_ext`; each imports its library when it is used."""
 
-from . import transformers as transformers
+from . import transformers
+
+__all__ = ["transformers"]

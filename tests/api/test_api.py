@@ -15,7 +15,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from pkgutil import iter_modules
 
 import pytest
 import torch
@@ -146,20 +145,6 @@ def test_all_names_are_public_and_typed() -> None:
     functions = {name for name in PUBLIC_PARAMETERS if "." not in name}
     assert set(flash_ext.__all__) == {*functions, *modules, "AuxOutput", "AuxRequest"}
     assert (Path(flash_ext.__file__).parent / "py.typed").exists()
-
-
-def test_modules_show_their_own_names_alone() -> None:
-    for module in (flash_ext.masks, flash_ext.nn, flash_ext.distributed, flash_ext.serving, flash_ext.fp8):
-        assert [name for name in dir(module) if name[0] != "_"] == sorted(module.__all__)
-    assert [name for name in dir(flash_ext.integrations) if name[0] != "_"] == ["transformers"]
-    assert [name for name in dir(flash_ext.compat) if name[0] != "_"] == ["flash_attn"]
-    hugging_face, flash_attn = flash_ext.integrations.transformers, flash_ext.compat.flash_attn
-    assert [name for name in dir(hugging_face) if name[0] != "_"] == sorted(hugging_face.__all__)
-    modules = {"bert_padding", "flash_attn_interface"}
-    assert {name for name in dir(flash_attn) if name[0] != "_"} == {*flash_attn.__all__, *modules}
-    assert {found.name for found in iter_modules(flash_attn.__path__) if found.name[0] != "_"} == modules
-    for module in (getattr(flash_attn, name) for name in modules):
-        assert [name for name in dir(module) if name[0] != "_"] == sorted(module.__all__)
 
 
 def test_bounds_stand_where_varlen_attn_has_them() -> None:

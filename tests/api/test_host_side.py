@@ -152,7 +152,7 @@ def test_switches_have_names() -> None:
 def test_host_cost_is_measured_and_leaves_nothing_behind() -> None:
     times = host_cost.measure("cpu", number=2, repeats=1)
     named = {"empty op", "attention", "attention and its gradient", "prepared mask", "prepared bias"}
-    assert named | {*host_cost.serving_calls("cpu")} < {*times}
+    assert named | {*host_cost.serving_calls("cpu"), *host_cost.modified_calls("cpu")} < {*times}
     assert all(value > 0 for value in times.values())
     assert _C.get_switch("skip_launch") is None
     q, k, v = make_qkv()
@@ -175,6 +175,25 @@ def test_host_cost_of_serving_is_that_of_a_launch_over_a_cache(name: str) -> Non
     assert ("cached" in launched) == (name != "append_kv")
     assert (got is None) == (name == "append_kv")
     assert isinstance(got, tuple) == name.endswith("lse")
+
+
+def test_host_cost_of_modifiers_is_that_of_their_launch() -> None:
+    """Each row runs what it says, to the end of a GPU's road; documents that run packed compare no ids."""
+    timed = host_cost.modified_calls("cpu")
+    with host_cost.null_kernels("cpu"):
+        _C.set_switch("record_launches", 1)
+        try:
+            for name, (mode, call) in timed.items():
+                with mode():
+                    outs, rows = zip(*[(call(), _C.last_launch()["row"]) for _ in range(2)])
+                is_plain = name == "attention, bhsd" or "packed" in name
+                assert [".fwd_mod." in row for row in rows] == [not is_plain] * 2, name
+                shape = (2, 16, 4, 64) if "bhsd" not in name else (2, 4, 16, 64)
+                shape = (2, 64, 1, 64) if "packed" in name else shape
+                assert all(out.shape == shape for out in outs), name
+                assert all(out.requires_grad == ("graph" in name) for out in outs), name
+        finally:
+            _C.set_switch("record_launches", None)
 
 
 def test_host_cost_reads_no_values() -> None:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash_ext
 from flash_ext import _attention, masks
 from flash_ext._masks.operands import may_be_copied, with_aligned_rows
-from flash_ext._ops import calls
+from flash_ext._ops import calls, dispatch
 from tests.masks.test_prepared_masks import every_kind, some
 
 pytestmark = pytest.mark.everywhere
@@ -98,6 +98,47 @@ def test_a_bias_that_is_written_is_read_anew():
                 source.mul_(-2)
         expected = flash_ext.attention(q, k, k, bias=fresh(bias))
         assert torch.equal(flash_ext.attention(q, k, k, bias=bias), expected)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_table_that_learns_is_read_in_each_call(fused: bool):
+    """Fused optimizers write parameters without counting, so no version says that one has changed.
+
+    And a second forward needs a conversion of its own: a backward frees what autograd keeps of the first.
+    """
+    table = torch.nn.Parameter(torch.randn(2, 32))
+    optimizer = torch.optim.AdamW([table], lr=1.0, fused=fused)
+    (q, k), learned = some(), masks.RelativePosition(table)
+    for _ in range(2):
+        for _ in range(2):
+            out = flash_ext.attention(q, k, k, bias=learned)
+            (table.grad,) = torch.autograd.grad(out.sin().sum(), table)
+        optimizer.step()
+        with torch.no_grad():
+            got = flash_ext.attention(q, k, k, bias=learned)
+            assert torch.equal(got, flash_ext.attention(q, k, k, bias=fresh(learned)))
+            assert not torch.equal(got, out)
+    assert not hasattr(learned, "_calls")
+
+
+def test_a_detached_table_is_converted_once_and_changes_are_seen(monkeypatch: pytest.MonkeyPatch):
+    table, made = torch.nn.Parameter(torch.randn(2, 32)), []
+    convert = masks.RelativePosition.by_distance
+
+    def counted(self: masks.RelativePosition, dtype: torch.dtype) -> torch.Tensor:
+        made.append(dtype)
+        return convert(self, dtype)
+
+    monkeypatch.setattr(masks.RelativePosition, "by_distance", counted)
+    (q, k), bias = some(), masks.RelativePosition(table.detach())
+    for change in (1, -2):
+        with torch.no_grad():
+            table.mul_(change)  # as optimizers do that count
+        made.clear()
+        got = [flash_ext.attention(q, k, k, bias=bias) for _ in range(3)]
+        assert len(made) == 1
+        wanted = flash_ext.attention(q, k, k, bias=masks.RelativePosition(table))
+        assert all(torch.equal(out, wanted) for out in got)
 
 
 @pytest.mark.parametrize("kind", ["plain", "expanded", "sum"])
@@ -215,6 +256,39 @@ def test_layers_take_the_short_way(monkeypatch: pytest.MonkeyPatch):
             call(**value, **options)
             assert longer, options
             longer.clear()
+
+
+@pytest.mark.parametrize("heads_k", [2, 1])
+def test_heads_first_looks_for_no_words(heads_k: int, monkeypatch: pytest.MonkeyPatch):
+    """What puts refusals into words is not asked where a call is right."""
+    q, k = (t.transpose(1, 2) for t in some())
+    k, mask = k[:, :heads_k], every_kind()["documents"]
+
+    def run(**more):
+        return flash_ext.attention(q, k, k, layout="bhsd", **more)
+
+    wanted = [run(mask=mask), run(causal=True)]
+    monkeypatch.setattr(dispatch, "explain_tensors", lambda *a, **b: pytest.fail("words are looked for"))
+    assert all(map(torch.equal, [run(mask=mask), run(causal=True)], wanted))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # about prototypes
+@pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize("kind", ["sparse", "nested", "mkldnn", "array"])
+def test_heads_first_refuses_other_tensors_in_the_same_words(kind: str, name: str):
+    q, _ = (t.transpose(1, 2) for t in some())
+    other = {
+        "sparse": q.to_sparse, "nested": lambda: torch.nested.nested_tensor([*q]),
+        "mkldnn": q.contiguous().to_mkldnn, "array": q.numpy,
+    }[kind]()  # fmt: skip
+    given, mask = {"q": q, "k": q, "v": q, "layout": "bhsd"}, every_kind()["documents"]
+    flash_ext.attention(**given, mask=mask)
+    said = []
+    for options in ({"layout": "bshd"}, {}, {"mask": mask}, {"softcap": 1.0}):
+        with pytest.raises(TypeError, match=f"{name} must be a") as refusal:
+            flash_ext.attention(**given | {name: other} | options)
+        said.append(str(refusal.value))
+    assert len({*said}) == 1
 
 
 def test_a_kept_call_of_another_bias_is_not_taken():

@@ -118,6 +118,12 @@ def test_named_files_exist(path: Path) -> None:
 
 
 @on_every_document
+def test_grouped_heads_are_explained_where_they_first_stand(path: Path) -> None:
+    first = re.search(r"grouped heads(.*)", text_of(path), re.I)
+    assert first is None or first[1].startswith((" (", " | h is"))
+
+
+@on_every_document
 def test_named_commands_exist(path: Path) -> None:
     text = text_of(path)
     for module in set(re.findall(r"python3? -m ((?:flash_ext|bench|tests)\.[\w.]*\w)", text)):

@@ -347,7 +347,9 @@ def test_describe_forms_nothing_of_the_size_of_the_scores(monkeypatch: pytest.Mo
 
 
 def test_memory_is_that_of_the_condensed_form() -> None:
-    """Bytes by docs: two bits a pair with summaries of 64 rows; 4.25 bytes an id; 8.5 an interval."""
+    """Bytes by docs: two bits a pair with summaries of 64 rows; 4.25 bytes an id, and the two ends of the one
+    document that runs packed; 8.5 an interval.
+    """
     n = 1024
     ids, truth = torch.zeros(n, dtype=torch.int64), torch.ones(n, n) > 0
     intervals = torch.zeros(2, n, 2, dtype=torch.int64)
@@ -355,7 +357,7 @@ def test_memory_is_that_of_the_condensed_form() -> None:
         (masks.SlidingWindow(100, sink_tokens=4), 0),
         (masks.Dense(truth), n * n // 4 * 65 // 64),
         (masks.KeyMask(truth[0]), 3 * n // 8),
-        (masks.Documents(ids), n * 17 // 4),
+        (masks.Documents(ids), n * 17 // 4 + 8),
         (masks.Documents(ids, ids), 2 * n * 17 // 4),
         (masks.Documents(ids) & masks.KeyMask(truth[0]), 2 * n * 17 // 4),
         (masks.HiddenRows(intervals), 2 * n * 17 // 2),

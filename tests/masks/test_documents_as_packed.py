@@ -15,13 +15,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flash_ext
 from flash_ext import AuxRequest, masks, serving
-from flash_ext._ops import documents, prepared
-from flash_ext._ops.documents import LEAST_ROWS, borders_of
+from flash_ext._masks.documents import LEAST_ROWS, borders_of, says_documents_alone
+from flash_ext._ops import prepared
 
 ROWS, HEADS = 320, 4
 GROWING = torch.cat([torch.full((n,), i) for i, n in enumerate((70, 130, 1, 119))])
 OTHERS = torch.cat([torch.full((n,), i) for i, n in ((9, 150), (-1, 40), (3, 100), (-7, 30))])
 BATCH = torch.stack([GROWING, OTHERS])
+SHORT = torch.arange(ROWS) // 5
 cpu = pytest.mark.everywhere
 
 
@@ -77,7 +78,7 @@ def test_ids_without_borders(ids: Tensor) -> None:
 def test_which_masks_say_documents_alone() -> None:
     own = masks.Documents(BATCH)
     for mask in (own, masks.DocumentCausal(BATCH), own & masks.Window(5, 5) & masks.Causal()):
-        assert documents.says_documents_alone(mask)
+        assert says_documents_alone(mask)
     keys = masks.KeyMask(torch.ones(ROWS) > 0)
     band = masks.Causal() & (masks.Window(5, -1) | masks.SinkTokens(2))
     for mask in (
@@ -87,7 +88,7 @@ def test_which_masks_say_documents_alone() -> None:
         own & band,
         masks.Documents(BATCH, BATCH.clone()),
     ):
-        assert not documents.says_documents_alone(mask)
+        assert not says_documents_alone(mask)
 
 
 # ---- results -------------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ def test_refresh_reaches_every_expression(seen: bool, first: str) -> None:
 
 
 @cpu
-@pytest.mark.parametrize("ids", [BATCH, torch.arange(ROWS) // 5], ids=["together", "short"])
+@pytest.mark.parametrize("ids", [BATCH, SHORT], ids=["together", "short"])
 def test_layers_and_windows_look_once(ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Tensor] = []
     monkeypatch.setattr(prepared, "borders_of", lambda ids: looks.append(ids) or borders_of(ids))
@@ -215,6 +216,21 @@ def test_layers_and_windows_look_once(ids: Tensor, monkeypatch: pytest.MonkeyPat
     dropping = masks.Documents(BATCH)
     flash_ext.attention(*tensors, mask=dropping, dropout_p=0.5)
     assert len(looks) == 1  # nobody asks where these begin
+
+
+@cpu
+@pytest.mark.parametrize("ids", [BATCH, GROWING, SHORT], ids=["none", "all", "short"])
+def test_bytes_that_are_kept_are_those_that_describe_tells(ids: Tensor) -> None:
+    """Where documents begin is one tensor for rows and keys if each row has a document, else two."""
+    tensors, own = qkv(), masks.Documents(ids)
+    for mask in (own, own & masks.Causal(), masks.DocumentCausal(ids) & masks.KeyMask(torch.ones(ROWS) > 0)):
+        mask = copy.deepcopy(mask)
+        flash_ext.attention(*tensors, mask=mask)
+        (made,), leaf = mask._prepared.made.values(), prepared.kept_in_leaf(mask)
+        borders = [] if leaf is None else [t for _, found in leaf.borders.values() for t in found or ()]
+        held = {id(t): t.nbytes for t in (*prepared._tensors(made.mods), *borders)}
+        assert sum(held.values()) == mask.describe(ROWS, ROWS, batch=2, num_heads=HEADS).memory
+        assert bool(borders) == (ids is not SHORT and mask._prepared.is_of_documents)
 
 
 @cpu

@@ -298,6 +298,13 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         assert sorted(ours, key=str) == sorted(expected, key=str)
 
 
+def test_documents_tell_how_many_kernels_a_build_has(resources):
+    """What the time of a build depends on; who adds kernels writes down what a build then takes."""
+    of = collections.Counter(item["arch"] for item in resources["kernels"])
+    told = f"| {of.total()} kernels, {of['sm_80']} for 8.0 and {of['sm_90a']} for 9.0a |"
+    assert told in (ROOT / "docs" / "design.md").read_text()
+
+
 def test_a_build_from_nothing_stays_in_its_budget(resources):
     """Eight minutes on two cores, 4 GB for two compilers at once; CPU time: wall time knows more.
 

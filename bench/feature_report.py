@@ -8,7 +8,8 @@ from bench.record import PLAIN_SUFFIX, Entry, Results, Row, column_names, featur
 from bench.shapes import DIRECTIONS, PACKED_SUFFIX
 
 # What share of the plain kernel's speed on visited tiles a feature aims at, forward and backward, by
-# head_dim. Other features, head sizes and the deterministic backward have none.
+# head_dim. Other features, head sizes and the deterministic backward have none. docs/limits.md says what
+# misses its aim, and why.
 AIMS: dict[int, dict[str, tuple[float, float]]] = {
     64: {
         "key-padding": (0.92, 0.90),

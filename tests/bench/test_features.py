@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from bench.feature_report import AIMS, aim_of, checks
 from bench.features import FEATURES, Work, count_work
 from bench.inputs import Inputs
 from bench.peers import Fa2, Fa3, Fa4, Flex, make_peers
-from bench.record import Entry, Results, Row, feature_pair, fill_ratios
+from bench.record import DIRECTION_FILES, Entry, Results, Row, feature_pair, fill_ratios, stored_text
 from bench.runner import Setup, run
 from bench.shapes import FEATURE_NAMES, SETS, Case, find_case, flops, traffic_bytes
 from flash_ext import masks
@@ -26,6 +27,7 @@ from tests.bench.test_bench import Truth, assert_solves, spec_of
 from tests.bench.test_models import IdleTimer
 from tests.qkv import null_kernels
 from tests.reference import attention_reference, visible_mask
+from tests.sources import ROOT
 from tests.values import plain
 
 CPU = torch.device("cpu")
@@ -364,6 +366,23 @@ def test_other_head_sizes_and_the_repeatable_backward_have_no_aims():
     for rows_of, directions in (("features-d256", set()), ("features-deterministic", {"fwd"})):
         rows = recorded(rows_of=rows_of).rows
         assert {row.direction for row in rows if aim_of(row) is not None} == directions
+
+
+def test_the_page_of_limits_has_what_the_stored_run_misses():
+    """Of both head sizes: the aims, the measured shares, and the commit and date of the run."""
+    page, results = (ROOT / "docs" / "limits.md").read_text(), ROOT / "bench" / "results"
+    row = r"^\| `([\w-]+)`, (forward|backward), (\d+) \| ([\d.]+) \| ([\d.]+) \|"
+    written = {(name, way, int(d)): (aim, share) for name, way, d, aim, share in re.findall(row, page, re.M)}
+    missed = {}
+    for name, head_dim in (("features", 128), ("features-d64", 64)):
+        path = max(results.glob(f"*/{name}.json.gz"))
+        date, commit = path.parent.name[:10], path.parent.name.rpartition("-")[2]
+        assert f"Commit {commit}, {date}." in page
+        for check in checks(Results.from_json(stored_text(path))):
+            if check.what == OF_PLAIN and not check.holds:
+                at = (check.feature, DIRECTION_FILES[check.direction], head_dim)
+                missed[at] = (f"{check.limit:.2f}", f"{check.value:.2f}")
+    assert written == missed
 
 
 def test_documents_are_held_against_packed_sequences():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.colours import COLOURS, label_of
-from bench.feature_report import MIN_OF_PLAIN, feature_paths, feature_rows
+from bench.feature_report import aim_of, feature_paths, feature_rows
 from bench.record import (
     DIRECTION_FILES,
     Results,
@@ -194,7 +194,10 @@ def _plot_feature_panel(
         shown = label if name == path else label_of(name)
         axis.barh(places, ratios, height, label=shown, color=COLOURS.get(shown))
     axis.axvline(1.0, color="#000000", linewidth=1)
-    axis.axvline(MIN_OF_PLAIN, color="#000000", linewidth=1, linestyle=":")
+    for row in rows:
+        aim, top = aim_of(row), features.index(row.case.feature) - height / 2
+        if aim is not None:
+            axis.vlines(aim, top, top + 0.8, color="#000000", linewidth=2, linestyle=":")
     axis.set_xlabel("speed on visited tiles over the plain kernel's")
     axis.set_yticks([place + 0.4 - height / 2 for place in range(len(features))], features)
     axis.margins(y=0.01)

@@ -22,9 +22,10 @@ the products, at the speed of a matrix product. Both speeds are measured in this
 are faster than that matrix product runs below the floor. Such points are counted.
 
 Points above twice a neighbour by each measure alone, whatever the other says, are counted and recorded too.
-They are no fault by that. Those by the time a score have one of three causes:
+They are no fault by that. Those by the time a score have one of four causes:
 
-floor: the floor a score is itself more than twice the neighbour's. A short sequence has more bytes a score.
+bound: a kernel as fast as the floor would be above as well. A short sequence has more bytes a score.
+floor: the floor a score is more than twice the neighbour's.
 tiles: the same holds for the scores of whole tiles. A sequence of 77 fills little more than a third of a
     tile of 128 queries and 128 keys.
 neither: all others.
@@ -73,6 +74,7 @@ MOST_SCORES, MOST_ELEMENTS, MOST_BATCH = 2**28, 2**26, 2**15
 OURS, PEER = "flash_ext", "efficient"
 NEIGHBOURS = 2.0  # times the time of a neighbour
 CAUSES = {
+    "bound": "a kernel at the floor would be above as well",
     "floor": "the floor a score exceeds that as well",
     "tiles": "scores of whole tiles exceed that as well",
     "neither": "neither does, or the file has no tiles",
@@ -152,6 +154,11 @@ def lengths_of(seqlen: int, kind: str) -> tuple[int, int]:
     return FEW_ROWS if kind == "few_rows" else seqlen, CROSS_KEYS if kind == "cross" else seqlen
 
 
+def document_length(seqlen: int) -> int:
+    """Of documents in a sequence but the last one."""
+    return max(7, seqlen // 8 - 3)
+
+
 def bias_shape(kind: str, sizes: Sizes) -> list[int] | None:
     """That of the bias that a kind names, if it names one."""
     if "bias" not in kind:
@@ -228,7 +235,7 @@ def calls_of(
         options["dropout_p"] = peer["dropout_p"] = 0.1
     elif kind == "documents":
         # Their ends do not lie on those of tiles, at any length.
-        ids = (torch.arange(seqlen, device=device) // max(7, seqlen // 8 - 3)).int()
+        ids = (torch.arange(seqlen, device=device) // document_length(seqlen)).int()
         options["mask"] = masks.Documents(ids)
         visible = float(ids.bincount().square().sum())
 
@@ -375,15 +382,20 @@ def steepness(point: Point, neighbour: Point) -> float:
 
 
 def whole_tiles(point: Point) -> float:
-    """Scores of whole tiles for each score of the shape; 1 where the tile is not known."""
-    pairs = zip(point.sizes[2:], point.tile or (1, 1), strict=True)
-    return math.prod(-(-size // block) * block / size for size, block in pairs)
+    """Scores of whole tiles for each score of the shape; 1 where the tile is not known. Documents run as packed."""
+    tile, (rows, keys) = point.tile or (1, 1), point.sizes[2:]
+    parts = [(rows, keys)]
+    if point.kind == "documents":
+        whole, last = divmod(rows, length := document_length(rows))
+        parts = [(length, length)] * whole + [(last, last)]
+    scores = sum(math.prod(-(-size // block) * block for size, block in zip(part, tile)) for part in parts)
+    return scores / sum(map(math.prod, parts))
 
 
 def cause(point: Point, neighbour: Point) -> str:
     """Why a score takes more than NEIGHBOURS times as long, of CAUSES."""
     if by_score(point, neighbour) / by_floor(point, neighbour) > NEIGHBOURS:
-        return "floor"
+        return "bound" if by_score(point, neighbour) / point.over_floor > NEIGHBOURS else "floor"
     known = point.tile and neighbour.tile
     return "tiles" if known and whole_tiles(point) / whole_tiles(neighbour) > NEIGHBOURS else "neither"
 

@@ -92,10 +92,10 @@ def test_above_over_the_floor_alone_and_beside_a_larger_head_dim_only() -> None:
     assert len(cliffs.cliffs(points, cliffs.by_floor)) == 1 and cliffs.only_beside_larger(points) == []
 
 
-def test_a_score_takes_longer_for_one_of_three_causes() -> None:
-    """The floor a score, the scores of whole tiles, or neither. Of several, the last one counts."""
-    by_floor = line_of([300.0, 100.0], over_floor=[1.4, 1.0])
-    assert cliffs.cause(*by_floor) == "floor"
+def test_a_score_takes_longer_for_one_of_four_causes() -> None:
+    """The floor itself, the floor a score, the scores of whole tiles, or neither. Of several, the last counts."""
+    assert cliffs.cause(*line_of([300.0, 100.0], over_floor=[1.4, 1.0])) == "bound"
+    assert cliffs.cause(*line_of([300.0, 100.0], over_floor=[2.8, 2.0])) == "floor"
     slow, even = line_of([280.0, 100.0], over_floor=[1.7, 1.0])
     assert cliffs.cause(slow, even) == "neither"
     slow, even = replace(slow, seqlen=77, tile=(128, 128)), replace(even, seqlen=128, tile=(128, 128))
@@ -104,8 +104,12 @@ def test_a_score_takes_longer_for_one_of_three_causes() -> None:
     assert cliffs.cause(replace(slow, tile=(80, 80)), even) == "neither"
     assert cliffs.cause(slow, replace(even, tile=None)) == "neither"
     assert {name: len(lines) for name, lines in cliffs.by_cause([slow, even]).items()} == {
-        "floor": 0, "tiles": 1, "neither": 0
+        "bound": 0, "floor": 0, "tiles": 1, "neither": 0
     }  # fmt: skip
+    documents, longer = (replace(p, kind="documents", tile=(64, 64)) for p in (slow, even))
+    documents, longer = replace(documents, seqlen=577), replace(longer, seqlen=1024)  # of 69 and of 125
+    assert cliffs.whole_tiles(longer) == pytest.approx((8 * 128**2 + 64**2) / (8 * 125**2 + 24**2))
+    assert cliffs.cause(documents, longer) == "tiles"
     before = replace(even, seqlen=49, tile=(64, 64))
     assert [name for name, lines in cliffs.by_cause([before, slow, even]).items() if lines] == ["neither"]
 

@@ -382,7 +382,7 @@ def steepness(point: Point, neighbour: Point) -> float:
 
 
 def whole_tiles(point: Point) -> float:
-    """Scores of whole tiles for each score of the shape; 1 where the tile is not known. Documents run as packed."""
+    """Scores of whole tiles for each of the shape; 1 where the tile is not known. Documents run as packed."""
     tile, (rows, keys) = point.tile or (1, 1), point.sizes[2:]
     parts = [(rows, keys)]
     if point.kind == "documents":

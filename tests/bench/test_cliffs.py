@@ -93,7 +93,7 @@ def test_above_over_the_floor_alone_and_beside_a_larger_head_dim_only() -> None:
 
 
 def test_a_score_takes_longer_for_one_of_four_causes() -> None:
-    """The floor itself, the floor a score, the scores of whole tiles, or neither. Of several, the last counts."""
+    """The floor itself, the floor a score, scores of whole tiles, or neither. Of several, the last counts."""
     assert cliffs.cause(*line_of([300.0, 100.0], over_floor=[1.4, 1.0])) == "bound"
     assert cliffs.cause(*line_of([300.0, 100.0], over_floor=[2.8, 2.0])) == "floor"
     slow, even = line_of([280.0, 100.0], over_floor=[1.7, 1.0])

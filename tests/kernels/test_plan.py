@@ -66,6 +66,21 @@ def test_calls_have_the_plans_of_the_table(section: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_what_an_instance_is_compiled_for_stands_in_the_plan():
+    """A launcher picks by these, and by nothing that it finds out itself."""
+    for keys, variant in ((1 << 19, None), ((1 << 19) + 1, "stretches")):
+        (forward,) = planned.plan(f"fwd seqlen=4096/{keys} gpu=8.0/108")["launches"]
+        assert forward.get("variant") == variant
+    latents, dense = "heads=128/1 head_dim=576/512", "heads=32/8"
+    for heads, variant in ((latents, "latents"), (dense, None)):
+        _, merge = planned.plan(f"fwd pages seqlen=1/65536 {heads} {H200}")["launches"]
+        assert merge.get("variant") == variant
+    for head_dim, makes in ((64, True), (128, False)):
+        launches = planned.plan(f"bwd batch=64 seqlen=64 head_dim={head_dim} {H200}")["launches"]
+        assert any(one["kernel"].startswith("row_stats") for one in launches) != makes
+        assert launches[-1].get("makes_stats", False) == makes
+
+
 @pytest.mark.parametrize("heads", ["heads=2/1", "heads=128/1 head_dim=576/512"])
 def test_a_cache_without_queries_has_a_plan(heads: str) -> None:
     """Its window reaches no key, so that there is nothing to divide."""

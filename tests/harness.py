@@ -178,8 +178,9 @@ def call_forward(x: Inputs, target: Target) -> tuple[Tensor, Tensor]:
     """(out, lse) straight from the operator."""
     case = x.case
     left, right = case.effective_window
-    return torch.ops.flash_ext.fwd(x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_k, *x.max_seqlens, case.effective_scale,
-                                   left, right, case.deterministic, target.choice)  # fmt: skip
+    return torch.ops.flash_ext.fwd(x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_k, *x.max_seqlens,
+                                   case.effective_scale, left, right, case.deterministic,
+                                   target.choice)  # fmt: skip
 
 
 def call_backward(x: Inputs, out: Tensor, lse: Tensor, target: Target) -> tuple[Tensor, Tensor, Tensor]:

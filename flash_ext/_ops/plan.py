@@ -70,8 +70,8 @@ def plan(text: str) -> dict[str, Any]:
     Args:
         text: words in any order: "fwd" (default) or "bwd"; "float16" or "bfloat16" (default); "causal",
             "packed" (seqlen is that of each sequence), "deterministic"; batch=B, seqlen=Q/K, heads=H/Hk,
-            head_dim=D/Dv, window_size=LEFT/RIGHT (one number for both); gpu=CAPABILITY/MULTIPROCESSORS, by default
-            GPU 0, or an H200 where there is none; "sm90", "sm80" and constraints as ``backend=`` of
+            head_dim=D/Dv, window_size=LEFT/RIGHT (one number for both); gpu=CAPABILITY/MULTIPROCESSORS, by
+            default GPU 0, or an H200 where there is none; "sm90", "sm80" and constraints as ``backend=`` of
             :func:`flash_ext.attention` takes them, as row=NAME or kv_splits=N; and modifiers: softcap, alibi,
             bias (1, heads, Q, K), full_bias (batch, heads, Q, K), float_bias (in fp32), relative, dropout,
             mask, key_padding, query_padding (a mask of one column), blocks, documents, hidden_rows,

@@ -274,8 +274,8 @@ def run(case: Case, target: Target, from_host: bool = False) -> None:
     q, k, v, dout, dlse, cu_q, cu_k = (
         exact(t, target.device) for t in (x.q, x.k, x.v, x.dout, x.dlse, x.cu_seqlens_q, x.cu_seqlens_k)
     )
-    left, right = case.effective_window
-    options = (cu_q, cu_k, *x.max_seqlens, case.effective_scale, left, right, case.deterministic, target.choice)
+    scale, (left, right) = case.effective_scale, case.effective_window
+    options = (cu_q, cu_k, *x.max_seqlens, scale, left, right, case.deterministic, target.choice)
     del x
     out, lse = torch.ops.flash_ext.fwd(q, k, v, *options)
     if from_host:

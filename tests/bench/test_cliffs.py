@@ -158,7 +158,7 @@ def test_the_summary_counts_what_one_measure_finds() -> None:
     lines = cliffs.summary(line_of([300.0, 100.0, 150.0], over_floor=[1.4, 1.0, 2.1])).splitlines()
     assert "0 of 3 points above 2 times a neighbour by time a score and over the floor" in lines
     at = lines.index("1 of 3 points above 2 times a neighbour by time a score alone")
-    assert lines[at + 1].startswith("  1: the floor")
+    assert lines[at + 1].startswith("  1: a kernel at the floor")
     assert "1 of 3 points above 2 times a neighbour over the floor alone" in lines
     assert lines[-1] == "0 of 3 points below the floor"
     assert cliffs.summary(line_of([1.0], over_floor=[0.9])).endswith("1 of 1 points below the floor")

@@ -189,7 +189,7 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
           if (static_cast<uint32_t>(group) == ds_stage) {
 #pragma unroll
             for (int i = 0; i < D / 8; ++i) ptx::store_shared(part + i * 2048, four_of(dq, i));
-            ptx::bar_arrive_only(meeting, 256);
+            ptx::bar_arrive_only(meeting, 2 * ptx::kWarpgroupThreads);
           } else {
             ptx::bar_sync(meeting, 2 * ptx::kWarpgroupThreads);
 #pragma unroll

@@ -98,9 +98,11 @@ MUTANTS = (
     Mutant(703, "M7 barrier removed: P of a pair",
            "the second warp of a pair does not wait for the weights of the first", (
         Edit("sm80/bwd/warps.cuh",
-             "    ptx::bar_arrive(ptx::kPairBarrier + key_warp * T::kParts + part, 2 * ptx::kWarpThreads);\n", ""),
+             "    ptx::bar_arrive(ptx::kPairBarrier + key_warp * T::kParts + part, "
+             "2 * ptx::kWarpThreads);\n", ""),
         Edit("sm80/bwd/warps.cuh",
-             "    ptx::bar_sync(ptx::kPairBarrier + key_warp * T::kParts + part, 2 * ptx::kWarpThreads);\n", "")),
+             "    ptx::bar_sync(ptx::kPairBarrier + key_warp * T::kParts + part, "
+             "2 * ptx::kWarpThreads);\n", "")),
            "races"),
     Mutant(704, "M7 barrier removed: deterministic dQ loop",
            "no barrier between the arrival of a tile of K and V and its use", (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import warnings
@@ -16,6 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import flash_ext
 from flash_ext import AuxRequest, _sdpa, masks
 from flash_ext._cpu import tiles as tiled
+from flash_ext._ops.modifiers import Modifiers
 from tests.cpu.test_tiled import LargestTensor
 from tests.modifier_options import (
     DIFFERENTIABLE,
@@ -40,6 +42,8 @@ def test_the_options_are_all_there_are() -> None:
     for packed, function in ((False, flash_ext.attention), (True, flash_ext.attention_varlen)):
         options = make_options(make_inputs(packed)).values()
         named = {keyword for option in options for keyword in option.keywords}
+        meant = {name for option in options for name in option.meaning}
+        assert meant == {f.name for f in dataclasses.fields(Modifiers)} - {"rng"}, "what no option asks for"
         needed = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "unknown"}
         of_caches = {"seqused_k", "block_table", "k_descale", "v_descale"}
         assert named == set(inspect.signature(function).parameters) - needed - of_caches

@@ -35,12 +35,14 @@ EXCLUDED = {
     "tiles known by rows are light": ("!asks_any<kMadeRowWords>(m)", {"blocks", "hidden_keys"}),
     "no test by rows": ("!asks_any<kKnownByRows>(m)", {"mask", "blocks", "hidden_keys"}),
     "no test by keys": ("!asks_any<kKnownByKeys>(m)", {"documents", "hidden_rows"}),
+    "nothing that caches take": ("!asks_any<kOverCaches>(m)", {"mask", "documents"}),
 }
 # A line of 0 and 1 for each set of kinds, which is numbered by its bits.
 PROGRAM = r"""
 #include "plan/hopper_bwd.h"
 #include <cstdio>
 using namespace flash_ext;
+static_assert(kMaskKinds == %d, "a kind that ASKED does not ask for");
 int main() {
   static const int32_t number = 1;
   static const uint32_t word = 1;
@@ -71,7 +73,7 @@ def test_what_kernels_cannot_do_is_what_the_lists_say(compiler: list[str], tmp_p
     asking = "\n".join(f"    if (set >> {i} & 1) {text};" for i, text in enumerate(ASKED.values()))
     questions = ", ".join(question for question, _ in EXCLUDED.values())
     program = tmp_path / "mask_kinds"
-    source = PROGRAM % (len(ASKED), asking, questions)
+    source = PROGRAM % (len(ASKED), len(ASKED), asking, questions)
     subprocess.run([*compiler, "-o", str(program)], input=source, text=True, check=True)
     lines = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.splitlines()
     sets = [
@@ -86,7 +88,7 @@ def test_what_kernels_cannot_do_is_what_the_lists_say(compiler: list[str], tmp_p
 # What a new kind takes: (text of the header, what replaces it).
 MEMBER = ("kHiddenRows, kCount", "kHiddenRows, kNew, kCount")
 LAST_TRAITS = "    case MaskKind::kCount: break;"
-NEW_TRAITS = "    case MaskKind::kNew: return {T::kRowWord, T::kSummaries, true, true, false};\n"
+NEW_TRAITS = "    case MaskKind::kNew: return {T::kRowWord, T::kSummaries, true, true, false, false};\n"
 TRAITS = (LAST_TRAITS, NEW_TRAITS + LAST_TRAITS)
 LAST_ASKED = "  else static_assert("
 ASKED_FOR = (LAST_ASKED, "  else if constexpr (kKind == MaskKind::kNew) return false;\n" + LAST_ASKED)

@@ -195,9 +195,8 @@ def _plot_feature_panel(
         axis.barh(places, ratios, height, label=shown, color=COLOURS.get(shown))
     axis.axvline(1.0, color="#000000", linewidth=1)
     for row in rows:
-        aim, top = aim_of(row), features.index(row.case.feature) - height / 2
-        if aim is not None:
-            axis.vlines(aim, top, top + 0.8, color="#000000", linewidth=2, linestyle=":")
+        top = features.index(row.case.feature) - height / 2
+        axis.vlines(aim_of(row), top, top + 0.8, color="#000000", linewidth=2, linestyle=":")
     axis.set_xlabel("speed on visited tiles over the plain kernel's")
     axis.set_yticks([place + 0.4 - height / 2 for place in range(len(features))], features)
     axis.margins(y=0.01)

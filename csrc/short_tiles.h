@@ -34,8 +34,8 @@ struct ShortTile {
   // So many CTAs a multiprocessor have room in its registers and shared memory.
   constexpr int fwd_ctas() const {
     const bool fits = head_dim <= 128;
-    // With three, 16 bytes spill at head_dim 32, and shared memory is short at 80 and 128.
-    if (rows == 80) return head_dim == 64 ? 3 : 2;
+    // With three, shared memory is short at 80 and 128.
+    if (rows == 80) return head_dim <= 64 ? 3 : 2;
     return rows == 16 ? (fits ? 16 : 8) : rows == 32 ? (fits ? 7 : 4) : fits ? 3 : 2;
   }
   constexpr int bwd_ctas() const {

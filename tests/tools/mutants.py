@@ -6,11 +6,15 @@ most 60 seconds. At the end every test that noticed a bug runs once more on an u
 where it passes there has it noticed the bug. A mutant that survives is a missing test, or a bug without
 effect on this GPU.
 
+Mutant 0 is built first. Of the others only the files that planted.py names are compiled, and all other
+objects are those of mutant 0. A bug in fewer kernels is harder to notice, so a kill counts as much.
+
     python -m tests.tools.mutants --list              what each one does (the bugs are in planted.py)
     python -m tests.tools.mutants                     build all, run all (needs a GPU and the CUDA toolkit)
     python -m tests.tools.mutants --part 1/2          the first, third, fifth, ... of them; then --part 2/2
     python -m tests.tools.mutants --only 301 701 --jobs 2
     python -m tests.tools.mutants --build-only        then --run-only: the two halves in separate commands
+    python -m tests.tools.mutants --full              compile everything of each
     python -m tests.tools.mutants --gpus 0 1 --tests-per-gpu 2
 
 Mutants are built while others are tested, which they are once a GPU has room. Results are added to
@@ -32,10 +36,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.tools import few_objects
 from tests.tools.planted import CONTROL, MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,10 +74,12 @@ def folder_of(mutant: Mutant) -> Path:
     return FOLDER / str(mutant.number)
 
 
-def plant(mutant: Mutant, folder: Path) -> None:
-    """Puts a fresh copy of the project, with the bug, into a folder."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def plant(mutant: Mutant, folder: Path, kept: Container[str] = ()) -> None:
+    """Puts a fresh copy of the project, with the bug, into a folder; what is there goes, but for ``kept``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.name not in kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -82,9 +89,16 @@ def plant(mutant: Mutant, folder: Path) -> None:
         (folder / "csrc" / file).write_text(text, encoding="utf-8")
 
 
-def build(mutant: Mutant, compilers: int) -> str:
-    """Builds a mutant, that many compilers at a time; returns the end of the log if that failed, else ""."""
-    plant(mutant, folder_of(mutant))
+def build(mutant: Mutant, compilers: int, full: bool) -> str:
+    """Builds a mutant, that many compilers at a time; returns the end of the log if that failed, else "".
+
+    full: all of it, not only its objects. Without, CONTROL must have been built.
+    """
+    # Without a bug, ninja compiles what has changed since.
+    plant(mutant, folder_of(mutant), kept=("build",) if mutant is CONTROL else ())
+    if mutant.objects and not full:
+        unchanged, own = folder_of(CONTROL), folder_of(mutant)
+        return few_objects.build(unchanged, own, mutant.objects, f"mutant{mutant.number}", compilers)
     environment = {**os.environ, "FLASH_EXT_MUTANT": str(mutant.number)}
     environment.setdefault("FLASH_EXT_ARCHS", arch_of_this_gpu())
     environment.setdefault("MAX_JOBS", str(compilers))
@@ -199,19 +213,23 @@ def verdict(number: int, code: int | None, output: str, seconds: float) -> Outco
     return Outcome(number, "not run", last, output[-300:], seconds)
 
 
+def cores_beside_tests(gpus: Gpus, tests_per_gpu: int) -> int:
+    """While some mutants are tested the next ones are built, with two cores left to each test process."""
+    return max(1, len(os.sched_getaffinity(0)) - 2 * gpus.count * tests_per_gpu)
+
+
 def build_and_run(
     mutant: Mutant, builders: threading.Semaphore, gpus: Gpus, options: argparse.Namespace
 ) -> Outcome | None:
     """What becomes of a mutant, which waits for its turn to be built, then for a GPU; None: it is built."""
     if not options.run_only:
-        # While some mutants are tested the next ones are built, with two cores left to each test process.
-        cores = len(os.sched_getaffinity(0)) - 2 * gpus.count * options.tests_per_gpu
+        cores = cores_beside_tests(gpus, options.tests_per_gpu)
         with builders:
-            problem = build(mutant, max(1, cores // options.jobs))
+            problem = build(mutant, max(1, cores // options.jobs), options.full)
         if problem:
             print(problem, flush=True)
             return Outcome(mutant.number, "not built", note=problem[-200:])
-    if options.build_only or mutant is CONTROL:
+    if options.build_only:
         return None
     with gpus.take(mutant.needs_gpus) as environment:
         return run(mutant, options.seed, environment)
@@ -275,7 +293,8 @@ def main() -> int:
     parser.add_argument(
         "--part", type=part, default=slice(None), metavar="I/K", help="each K-th from the I-th"
     )
-    parser.add_argument("--jobs", type=int, default=2, help="builds at a time")
+    parser.add_argument("--jobs", type=int, help="builds at a time; default: one a core, 2 with --full")
+    parser.add_argument("--full", action="store_true", help="compile everything of each mutant")
     parser.add_argument("--build-only", action="store_true")
     parser.add_argument("--run-only", action="store_true", help="take what was built before")
     parser.add_argument("--gpus", nargs="+", metavar="ID", help="GPUs to test on; default: all that are here")
@@ -295,9 +314,16 @@ def main() -> int:
         Outcome(m.number, "not run", note=f"needs {m.needs_gpus} GPUs") for m in chosen if m not in runnable
     ]
     record(outcomes, options.json)
-    todo, builders = [*runnable, *([CONTROL] if runnable else [])], threading.Semaphore(options.jobs)
-    with concurrent.futures.ThreadPoolExecutor(max(1, len(todo))) as pool:
-        turns = {pool.submit(build_and_run, mutant, builders, gpus, options): mutant for mutant in todo}
+    if runnable and not options.run_only:
+        problem = build(CONTROL, len(os.sched_getaffinity(0)), options.full)
+        if problem:
+            raise SystemExit(f"{problem}\nmutant 0, of which the others take objects, cannot be built")
+        print("0: built", flush=True)
+    # Where not everything is compiled, most of a build is one run of the compiler.
+    options.jobs = options.jobs or (2 if options.full else cores_beside_tests(gpus, options.tests_per_gpu))
+    builders = threading.Semaphore(options.jobs)
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(runnable))) as pool:
+        turns = {pool.submit(build_and_run, mutant, builders, gpus, options): mutant for mutant in runnable}
         for turn in concurrent.futures.as_completed(turns):
             outcome = turn.result()
             print(f"{turns[turn].number}: {outcome or 'built'}", flush=True)

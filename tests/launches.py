@@ -23,6 +23,8 @@ def check_launch(x: Inputs, target: Target, direction: str, out: Tensor | None =
     ``out``: of a backward, where it is called by itself.
     """
     case = x.case
+    if direction == "bwd" and not target.short and _has_row_sums_alone(x):
+        return
     if (launch := _launch_of(case, target, direction)) is None:
         return
     check_done_launches(launch)
@@ -109,6 +111,11 @@ def _has_row_bias(x: Inputs) -> bool:
     """Whether the bias has one value for all keys of a row: a backward takes it out of lse."""
     bias = x.leaves().get("bias")
     return not x.case.is_packed and bias is not None and bias.dim() > 0 and bias.shape[-1] == 1
+
+
+def _has_row_sums_alone(x: Inputs) -> bool:
+    """Whether nothing but the gradient of a bias of rows is wanted, which follows from sums over rows."""
+    return "qkv" not in x.case.needs and _has_row_bias(x) and {*x.leaves()} == {"bias"}
 
 
 def _has_plain_backward(x: Inputs) -> bool:

@@ -128,6 +128,26 @@ bool moves_lse_alone(const Request& r, const DeviceInfo& d, const CallArgs& a) {
 Tensor lse_without(const Tensor& lse, const Tensor& row_bias) {
   return lse.sub(row_bias.squeeze(3)).masked_fill(lse.eq(kMinusInfinity), kMinusInfinity);
 }
+// Its gradient: over the keys of a row the weights P sum to 1 less the share of the sink, and P dP to delta. So
+// P (dP - delta + dlse) sums to delta times that share, and dlse times the rest. Without a sink nothing is left of
+// delta, but NaN where dout or out is not finite. Rows that see nothing have none.
+Tensor gradient_of_row_bias(at::IntArrayRef sizes, const Tensor& dout, const Tensor& out, const Tensor& lse,
+                            const Tensor& dlse, const OptionalTensor& sinks) {
+  constexpr int64_t kLast = -1;
+  const auto sum = [&](const Tensor& t) {
+    return t.sum(at::IntArrayRef(&kLast, 1), false, at::kFloat).transpose(1, 2);
+  };
+  Tensor of_rows;
+  if (sinks.has_value()) {
+    const Tensor share = sinks->view({1, -1, 1}).sub(lse).exp();
+    of_rows = sum(out.to(at::kFloat).mul(dout)).mul(share);
+    if (dlse.defined()) of_rows.add_(dlse.mul(share.neg().add_(1)));
+  } else {
+    of_rows = sum(out).add_(sum(dout)).mul_(0);
+    if (dlse.defined()) of_rows.add_(dlse);
+  }
+  return of_rows.masked_fill(lse.eq(kMinusInfinity), 0).unsqueeze(3).sum_to_size(sizes);
+}
 
 // Into `gradients`. is_modified: the operator with modifiers, whose own gradients come last, else undefined.
 BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const Tensor& q, const Tensor& k,
@@ -181,6 +201,11 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
   if (moves_lse) without_bias.emplace(a).bias.reset();
   const CallArgs& others = moves_lse ? *without_bias : a;
   const Tensor given_lse = lse_any.contiguous(), lse = moves_lse ? lse_without(given_lse, *a.bias) : given_lse;
+  const bool sums_bias = need_bias && !moves_lse;
+  if (need_bias && moves_lse) {
+    dbias.copy_(gradient_of_row_bias(dbias.sizes(), dout, out, given_lse, dlse, a.sinks));
+    if (!a.need_qkv && !need_slopes && !need_sinks) return {dq, dk, dv, dbias, dslopes, dsinks};
+  }
 
   auto params = params_of<BwdParams>(problem, q, k, v, out);
   params.dout = view_of(dout);
@@ -199,7 +224,7 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
     const Plan plan = required_plan(path, request, info);
     const Tensor workspace = workspace_of(plan, q);
     launch(path, BwdCall{plan, params, {}, {}, {}, pointer_to(workspace)});
-    if (!need_sinks && !need_bias) return {dq, dk, dv, dbias, dslopes, dsinks};
+    if (!need_sinks && !sums_bias) return {dq, dk, dv, dbias, dslopes, dsinks};
     request.constraints.row = {};  // it has chosen the kernels of dq, dk and dv
   }
 
@@ -207,7 +232,7 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
   BiasGradient of_bias, of_slopes;
   request.modifiers = &made.modifiers;
   request.need_qkv = a.need_qkv && !runs_plain;
-  if (need_bias) {
+  if (sums_bias) {
     of_bias = gradient_of(a.bias->sizes(), false);
     request.dbias = &of_bias;
   }
@@ -219,7 +244,7 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
   const Workspace& w = plan.workspace;
   const Tensor workspace = workspace_of(plan, q);
   Tensor bias_parts, slope_parts;
-  if (need_bias) bias_parts = place_gradient(of_bias, plan.dbias_splits, w.dbias_partials, workspace, dbias);
+  if (sums_bias) bias_parts = place_gradient(of_bias, plan.dbias_splits, w.dbias_partials, workspace, dbias);
   if (plan.zeroes_dbias) bias_parts.zero_();
   if (need_slopes) slope_parts = place_gradient(of_slopes, plan.dslopes_splits, w.dslopes_partials, workspace, dslopes);
   launch(path, BwdCall{plan, params, made.modifiers, of_bias, of_slopes, pointer_to(workspace)}, runs_plain);

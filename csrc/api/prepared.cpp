@@ -78,6 +78,10 @@ void PreparedCall::set_borders(const OptionalTensor& cu_seqlens_q, const Optiona
 
 bool PreparedCall::may_pack(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p) const {
   if (!(awaits_borders_ || borders_q_.has_value()) || dropout_p != 0) return false;
+  // Above head_dim 128 shorter documents are slower as packed sequences (flash_ext/_masks/documents.py).
+  constexpr int64_t kLeastRowsWide = 32;
+  const bool is_wide = q.dim() == 4 && v.dim() == 4 && std::max(q.size(3), v.size(3)) > 128;
+  if (is_wide && borders_q_.has_value() && batch_ * rows_ < kLeastRowsWide * (borders_q_->size(0) - 1)) return false;
   const OptionalTensor &bias = args_.bias, &slopes = args_.slopes;
   const bool knows_distances = (!bias.has_value() || (bias->dim() == 3 && bias->size(0) == 1)) &&
                                (!slopes.has_value() || slopes->dim() == 1) && missing_bias_dims_ == 0;

@@ -256,6 +256,9 @@ bool prefers_bias_m192(Req r, Dev d) {
 bool prefers_loose_bias_m192(Req r, Dev d) {
   return sm90::prefers_m192_bias(r.problem, *r.modifiers, d, r.constraints, sm90::M128Cost::loose_bias(r.problem));
 }
+bool prefers_float_bias_m192(Req r, Dev d) {
+  return sm90::prefers_m192_bias(r.problem, *r.modifiers, d, r.constraints, sm90::M128Cost::float_bias(r.problem));
+}
 bool prefers_words_m192(Req r, Dev d) { return sm90::prefers_m192_words(r.problem, *r.modifiers, d, r.constraints); }
 bool prefers_hide_m192(Req r, Dev d) { return sm90::prefers_m192(r.problem, *r.modifiers, d, r.constraints); }
 
@@ -368,7 +371,7 @@ constexpr Row kHopper[] = {
      build_hopper_mod<true, kLooseBias>, E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.bias", supports_bias_m192, prefers_bias_m192, build_hopper_mod<true, kBias>,
      E::kMaskedM192},
-    {F::kFwdMod, "sm90.fwd_mod.m192.float_bias", supports_float_bias_m192, prefers_bias_m192,
+    {F::kFwdMod, "sm90.fwd_mod.m192.float_bias", supports_float_bias_m192, prefers_float_bias_m192,
      build_hopper_mod<true, kFloatBias>, E::kMaskedM192},
     {F::kFwdMod, "sm90.fwd_mod.m192.words", supports_words_m192, prefers_words_m192, build_hopper_mod<true, kWords>,
      E::kMaskedM192},

@@ -87,7 +87,7 @@ inline Grid fwd_grid(const Problem& p, const DeviceInfo& d, int block_m) {
 // tile asks memory and searches cu_seqlens for it, 1.2 us, which is as long as such a tile takes. Evidence: unit-heads.
 // None where CTAs would then have fewer than two units.
 inline int unit_heads_of(const Problem& p, int heads, int64_t ctas) {
-  if (!p.is_varlen() || p.total_q > int64_t{128} * p.batch || has_long_keys(p)) return 1;
+  if (!p.is_varlen() || p.total_q > int64_t{128} * p.batch) return 1;
   for (const int unit : {4, 2}) {
     if (heads % unit == 0 && int64_t{p.batch} * heads >= 2 * unit * ctas) return unit;
   }
@@ -184,6 +184,8 @@ struct M128Cost {
   static M128Cost beside(const Problem& p) { return of(p, 119, 108); }
   // Little: the last tile of a sequence copies all its rows, whether they are there or not.
   static M128Cost loose_bias(const Problem& p) { return of(p, 103, 101); }
+  // The last of a few tiles takes as long as the others, too.
+  static M128Cost float_bias(const Problem& p) { return p.seqlen_q <= 640 ? loose_bias(p) : beside(p); }
   static M128Cost caps() { return {kNever}; }
   static M128Cost drops(const Problem& p) { return of(p, kNever, 106); }
 };
@@ -300,20 +302,18 @@ inline bool prefers_wide_tiles(const Problem& p, const Modifiers& m, const Devic
   return average_keys(p) >= (asks_any<kHidingKinds>(m) ? kLeastCutKeys : kLeastKeys);
 }
 
-// Of up to 128 rows the tile is one of either height. Beside a bias in fp32 higher ones gain from some 1000 rows on.
-inline constexpr int kLowRows = 128, kLowFloatRows = 640;
-inline bool takes_m192_beside(const Problem& p, const DeviceInfo& d, const Constraints& c, M128Cost cost,
-                              int low_rows) {
-  const bool is_low = !p.is_varlen() && p.seqlen_q <= low_rows && !c.fwd_block_m;
+// Of up to 128 rows the tile is one of either height.
+inline bool takes_m192_beside(const Problem& p, const DeviceInfo& d, const Constraints& c, M128Cost cost) {
+  const bool is_low = !p.is_varlen() && p.seqlen_q <= 128 && !c.fwd_block_m;
   return !is_low && !takes_m128(p, d, c, cost);
 }
 inline bool prefers_m192_words(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c) {
   const bool adds = m.has_score_mod || !(p.scale > 0.f) || m.rng != nullptr;
-  return !adds && has_row_words(m) && takes_m192_beside(p, d, c, M128Cost::beside(p), kLowRows);
+  return !adds && has_row_words(m) && takes_m192_beside(p, d, c, M128Cost::beside(p));
 }
 inline bool prefers_m192_bias(const Problem& p, const Modifiers& m, const DeviceInfo& d, const Constraints& c,
                               M128Cost cost) {
-  return !has_mixed_tiles(m) && takes_m192_beside(p, d, c, cost, m.bias.is_float ? kLowFloatRows : kLowRows);
+  return !has_mixed_tiles(m) && takes_m192_beside(p, d, c, cost);
 }
 
 // The same of calls with one modifier of scores or weights beside what hides. With slopes, which are

@@ -94,7 +94,7 @@ inline bool prefers_short_sm80(const Problem& p, const DeviceInfo& d) {
   if (d.batch_invariant) return true;
   const bool many = int64_t{p.batch} * p.num_heads >= 1024;
   // Above head_dim 64 one warpgroup of Hopper has up to 64 keys.
-  if (size > 64) return many && (rows <= 16 || std::min(p.seqlen_q, p.seqlen_k) > 64);
+  if (size > 64) return many && (rows <= 32 || std::min(p.seqlen_q, p.seqlen_k) > 64);
   const int of_many = p.seqlen_q > 64 ? 80 : 64;  // head_dim 32; up to 64 queries are one tile of the Hopper kernel
   return rows <= (size <= 32 ? (many ? of_many : 32) : many ? 32 : 16);
 }

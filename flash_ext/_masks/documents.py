@@ -15,7 +15,9 @@ from torch import Tensor
 from .atoms import Causal, Documents, Window
 from .value import And, Mask
 
-LEAST_ROWS = 32  # of a document, on average: forward and backward together take 0.97 of the time and less
+# Of a document, on average, up to head_dim 128: forward and backward together take 0.97 of the time and less.
+# Above that it is 32 (csrc/api/prepared.cpp).
+LEAST_ROWS = 18
 
 
 class Borders(NamedTuple):

@@ -2,8 +2,8 @@
 
 That is their modifiers, their sizes, and the version counters of the tensors that they were made of
 (csrc/api/prepared.h). A further call costs the host a third of one that reads its arguments in Python. The
-mask keeps it, or the bias of a call without a mask. Of a call over a cache a mask keeps what it is to it, and
-the extension says whether that is right for the next one.
+mask keeps it, or the bias of a call without a mask. Calls with neither are kept by their sizes. Of a call over
+a cache a mask keeps what it is to it, and the extension says whether that is right for the next one.
 """
 
 from __future__ import annotations
@@ -28,21 +28,28 @@ _is_compiling = torch.compiler.is_compiling
 _in_functorch = torch._C._are_functorch_transforms_active
 
 MOST_CALLS = 64
+BY_SIZES: dict[tuple[Any, ...], _C.PreparedCall] = {}  # calls without mask and bias
 _NUMBERS = (float, int)
 
 
 def kept_call(
-    mask: Any, bias: Any, softcap: Any, dropout_p: Any, scale: Any, causal: Any, window: Any
+    q: Any, k: Any, mask: Any, bias: Any, softcap: Any, dropout_p: Any, scale: Any, causal: Any, window: Any
 ) -> _C.PreparedCall | None:
-    """The call that a mask or bias keeps for these options."""
+    """The call that is kept for these values, or sizes, and options."""
+    if _is_compiling() or _in_functorch():
+        return None
     holder = bias if mask is None else mask
-    if holder is None or _is_compiling() or _in_functorch():
-        return None
     try:
-        partner, call = holder._calls[0 if mask is None else id(bias), causal, window]
-    except (AttributeError, KeyError, TypeError):
-        return None
-    if mask is not None and partner is not bias:
+        left, right = window
+        if type(left) is not int or type(right) is not int:  # 1.0 is the key of 1, and refused
+            return None
+        if holder is None:
+            call = BY_SIZES[_by_sizes(q, k, causal, window)]
+        else:
+            partner, call = holder._calls[0 if mask is None else id(bias), causal, window]
+            if mask is not None and partner is not bias:
+                return None
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
     is_plain = type(softcap) in _NUMBERS and type(dropout_p) in _NUMBERS
     return call if is_plain and (scale is None or type(scale) in _NUMBERS) else None
@@ -67,11 +74,11 @@ def run_kept_fwd(
     softcap: Any,
     dropout_p: Any,
 ) -> Tensor | None:
-    """out of the call that a mask or bias keeps; None where there is none, or more to do than this.
+    """out of a kept call; None where there is none, or more to do than this.
 
     It is the shortest way, for layers of a model: they share a mask, and want out alone.
     """
-    kept = kept_call(mask, bias, softcap, dropout_p, scale, causal, window)
+    kept = kept_call(q, k, mask, bias, softcap, dropout_p, scale, causal, window)
     if kept is None or dropout_p != 0:
         return None
     if max_seqlen_q is not None or max_seqlen_k is not None:
@@ -102,12 +109,12 @@ def keep_call(
     window: tuple[int, int],
     mods: Modifiers | None,
 ) -> _C.PreparedCall | None:
-    """The call, which its value keeps where that may stand for another one; None where it may not."""
+    """The call, which is kept where it may stand for another one; None where it may not."""
     mask, bias = asked.mask, asked.bias
     holder = bias if mask is None else mask
     if is_traced():
         return None
-    if not isinstance(holder, Value) or not (bias is None or isinstance(bias, Bias)):
+    if not (holder is None or isinstance(holder, Value)) or not (bias is None or isinstance(bias, Bias)):
         return None
     if type(causal) is not bool or type(asked_window) is not tuple or type(q) not in (Tensor, Parameter):
         return None
@@ -149,9 +156,17 @@ def keep_call(
     if cu_seqlens_q is None and (leaf := leaf_of_documents(mask)) is not None:
         call.expect_borders()
         call.watch([leaf.changes])
-    partner = None if mask is None else bias
-    _put(holder, (0 if mask is None else id(bias), causal, asked_window), (partner, call))
+    if holder is None:
+        _put(BY_SIZES, _by_sizes(q, k, causal, asked_window), call)
+    else:
+        partner = None if mask is None else bias
+        _put(_calls_of(holder), (0 if mask is None else id(bias), causal, asked_window), (partner, call))
     return call
+
+
+def _by_sizes(q: Tensor, k: Tensor, causal: Any, window: Any) -> tuple[Any, ...]:
+    """The key of a call in BY_SIZES."""
+    return q.shape, k.shape, q.get_device(), causal, window
 
 
 def packed_call(
@@ -174,7 +189,7 @@ def packed_call(
         return None
     borders = borders_for(leaf, mods, Sizes(False, q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     call.set_borders(*(borders or (None, None)))
-    if borders is None:
+    if borders is None or not call.may_pack(q, k, v, asked.dropout_p):
         return None
     of_packed = (*options[:3], False, window, *options[5:])
     return *(t.flatten(0, 1) for t in (q, k, v)), *borders, of_packed, asked._replace(mask=None)
@@ -216,15 +231,19 @@ def keep_over_cache(
     if kept.tensors:
         call.watch(list(kept.tensors))
         call.bind_stream()
-    _put(mask, (_OVER_CACHE, causal, window, q.shape), (found, call))
+    _put(_calls_of(mask), (_OVER_CACHE, causal, window, q.shape), (found, call))
 
 
-def _put(holder: Any, key: tuple[Any, ...], value: tuple[Any, ...]) -> None:
+def _calls_of(holder: Any) -> dict[tuple[Any, ...], Any]:
     try:
-        calls = holder._calls
+        calls: dict[tuple[Any, ...], Any] = holder._calls
     except AttributeError:
         calls = {}
         object.__setattr__(holder, "_calls", calls)
+    return calls
+
+
+def _put(calls: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
     if len(calls) >= MOST_CALLS:
         calls.clear()
     calls[key] = value

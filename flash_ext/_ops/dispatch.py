@@ -247,7 +247,7 @@ def run_modified_fwd(
         out_dtype: that of out, None for the dtype of q.
     """
     if out_dtype is None:
-        kept = kept_call(asked.mask, asked.bias, asked.softcap, asked.dropout_p, *options[2:5])
+        kept = kept_call(q, k, *asked[:2], *asked[3:], *options[2:5])
         if kept is not None:
             if draws and asked.dropout_p > 0:
                 rng, draws = dropout_rng(q.device, generator), False
@@ -325,7 +325,7 @@ def run_modified_bwd(
 ) -> tuple[Tensor, ...]:
     """The gradients named in ``needs``, in its order; those of q, k and v in ``grad_dtype``."""
     if grad_dtype is None and needs == GRADIENTS[:3]:
-        kept = kept_call(asked.mask, asked.bias, asked.softcap, asked.dropout_p, *options[2:5])
+        kept = kept_call(q, k, *asked[:2], *asked[3:], *options[2:5])
         if kept is not None:
             qkv = _run_kept(
                 kept.bwd, dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, bound(options[0]),

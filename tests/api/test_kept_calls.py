@@ -208,16 +208,62 @@ def test_packed_kept_calls():
         {"q": torch.randn(24, 2, 8)}, {"q": torch.randn(1, 24, 2, 8)}, {"q": None},
     ],
 )  # fmt: skip
-def test_kept_calls_refuse_in_the_same_words(change: dict):
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_kept_calls_refuse_in_the_same_words(change: dict, is_masked: bool):
+    """Whether a mask keeps the call, or calls without one are kept by their sizes."""
     q, k = some()
-    kept = masks.DocumentCausal(torch.arange(24) // 5)
-    flash_ext.attention(q, k, k, mask=kept)
+    given = {"q": q, "k": k, "v": k, "softcap": 3.0}
+    given |= {"mask": masks.DocumentCausal(torch.arange(24) // 5)} if is_masked else {}
+    flash_ext.attention(**given)
     said = []
-    for mask in (kept, copy.deepcopy(kept)):
+    for mask in ([given["mask"], copy.deepcopy(given["mask"])] if is_masked else [None, None]):
         with pytest.raises((TypeError, ValueError, NotImplementedError)) as refusal:
-            flash_ext.attention(**{"q": q, "k": k, "v": k, "mask": mask} | change)
+            flash_ext.attention(**given | {"mask": mask} | change)
         said.append(str(refusal.value))
+        if not is_masked:
+            calls.BY_SIZES.clear()
     assert said[0] == said[1]
+
+
+MODIFIERS = ({"softcap": 3.0}, {"sinks": torch.tensor([0.5, -1.0])}, {"softcap": 2, "causal": True},
+             {"softcap": 3.0, "window_size": (5, 0)})  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [*MODIFIERS, {"dropout_p": 0.3}])
+def test_calls_without_values_are_kept_by_their_sizes(options: dict):
+    """Forward and backward, of any numbers in the same sizes; of other sizes another call is kept."""
+    calls.BY_SIZES.clear()
+    for sizes in range(1, 3):
+        for _ in range(2):
+            given = [torch.randn(2, 8 * sizes, 2, 16, requires_grad=True) for _ in "qkv"]
+            found = []
+            for is_kept in (True, False):
+                kept = dict(calls.BY_SIZES)
+                if not is_kept:
+                    calls.BY_SIZES.clear()
+                torch.manual_seed(3)
+                out = flash_ext.attention(*given, **options)
+                found.append([out, *torch.autograd.grad(out.sin().sum(), given)])
+                calls.BY_SIZES.update(kept)
+            assert all(map(torch.equal, *found))
+        assert len(calls.BY_SIZES) == sizes
+
+
+@pytest.mark.parametrize("name", [None, "documents"])
+def test_no_kept_call_stands_for_numbers_of_another_type(name: str | None):
+    """1 and 1.0 are one key of a dict, and 1.0 is refused."""
+    (q, k), mask = some(), name and every_kind()[name]
+    flash_ext.attention(q, k, k, mask=mask, softcap=3.0, window_size=(1, 1))
+    for window in ((1.0, 1), (1, 1.0)):
+        with pytest.raises(TypeError, match="window_size must be a pair of ints"):
+            flash_ext.attention(q, k, k, mask=mask, softcap=3.0, window_size=window)
+
+
+def test_sizes_keep_so_many_calls():
+    for rows in range(1, calls.MOST_CALLS + 2):
+        q = torch.randn(1, rows, 1, 8)
+        flash_ext.attention(q, q, q, softcap=3.0)
+        assert len(calls.BY_SIZES) <= calls.MOST_CALLS
 
 
 def test_layers_take_the_short_way(monkeypatch: pytest.MonkeyPatch):
@@ -235,10 +281,13 @@ def test_layers_take_the_short_way(monkeypatch: pytest.MonkeyPatch):
     def heads_first(**more):
         return flash_ext.attention(*(t.transpose(1, 2) for t in (q, k, k)), layout="bhsd", **more)
 
+    def without_values(mask, softcap=3.0, **more):
+        return flash_ext.attention(q, k, k, softcap=softcap, **more)
+
     longer = []
     original = _attention.run_modified_fwd
     monkeypatch.setattr(_attention, "run_modified_fwd", lambda *a, **b: longer.append(b) or original(*a, **b))
-    for call in (dense, packed, heads_first):
+    for call in (dense, packed, heads_first, without_values):
         value = {"bias": bias} if call is packed else {"mask": mask}
         out = call(**value)
         longer.clear()

@@ -43,6 +43,7 @@ def test_units_of_heads(pretended_gpu) -> None:
     assert units(200, 100) == [2, 2, 2] and units(60, 100) == [1, 1, 1]
     assert units(300, 100, deterministic=True) == [4, 1, 4]
     assert units(300, 129) == [1, 1, 1]
+    assert units(2000, 100) == [4, 4, 4]  # whatever the longest may be
     with TARGETS["cpu"].pretending(num_sms=1).active():  # as test_units_are_right has it
         few = [units(8, 60, num_heads=h, num_heads_k=k) for h, k in ((4, 4), (4, 2), (6, 2), (3, 3))]
     assert few == [[4, 4, 4], [4, 2, 4], [2, 2, 2], [1, 1, 1]]

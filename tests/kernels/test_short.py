@@ -70,10 +70,10 @@ def test_backwards_of_up_to_80_rows(pretended_gpu) -> None:
                 32: longer <= (32 if few else 80 if rows > 64 else 64),
                 64: longer <= (16 if few else 32),
                 65: longer <= 80,
-                72: not few and (longer <= 16 or 64 < min(rows, keys) <= longer <= 80),
+                72: not few and (longer <= 32 or 64 < min(rows, keys) <= longer <= 80),
                 81: longer <= 64,
-                96: not few and longer <= 16,
-                128: not few and longer <= 16,
+                96: not few and longer <= 32,
+                128: not few and longer <= 32,
                 256: longer <= 32,
             }
             kernel = plan("bwd", rows, keys, **sizes)["kernel"]

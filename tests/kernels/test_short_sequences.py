@@ -55,7 +55,7 @@ def test_units_divide_the_heads(pretended_gpu, heads: int, expected: int) -> Non
 def test_no_units_where_tiles_are_long(pretended_gpu) -> None:
     assert unit(planned(300, 128)) == 4 and unit(planned(300, 129)) == 1
     assert unit(planned(300, 64, head_dim=192, head_dim_v=192)) == 1
-    assert unit(planned(2000, 64)) == 1  # one sequence may have more keys than are taken at once
+    assert unit(planned(2000, 64)) == 4  # of whose keys one sequence may have more than are taken at once
     assert (
         unit(planned(1000, 64, packed=False, seqlen_q=64, seqlen_k=64, backend="sm90 short_kernels=0")) == 1
     )
@@ -122,6 +122,36 @@ def test_many_keys_go_in_stretches(target: Target) -> None:
     chosen = target.asking(row=M64, kv_splits=0)
     with chosen.active():
         run_case(dense(1, 500, 70_000, 60, 1, 64, causal=True, backward=False), chosen)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("row", "head_dim"), [(M64, 64), ("sm90.fwd.m128", 128), ("sm90.fwd.m192", 128)])
+@on_targets("sm90")
+def test_a_sequence_of_a_unit_may_have_many_keys(
+    target: Target, row: str, head_dim: int, causal: bool
+) -> None:
+    """Each head of the unit has its stretches: bits are those of the head alone, which has no unit."""
+    rows = [7, 64, 200, 1, 50, 64, 130, 64]
+    keys = [7, 70_000, 200, 131_073, 0, 64, 65_537, 3]
+    chosen = target.asking(row=row, kv_splits=0).pretending(num_sms=1)
+    cu_q, cu_k = (torch.tensor([0, *lens]).cumsum(0).int().cuda() for lens in (rows, keys))
+    q, k, v = (torch.randn(n, 4, head_dim, device="cuda", dtype=torch.bfloat16) for n in (
+        sum(rows), sum(keys), sum(keys)))  # fmt: skip
+
+    def run(backend: str, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        part = (t[:, heads].contiguous() for t in (q, k, v))
+        return flash_ext.forward(*part, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=causal, backend=backend)
+
+    with chosen.active():
+        sizes = dict(seqlen_k=sum(keys), num_heads=4, num_heads_k=4, head_dim=head_dim, head_dim_v=head_dim)
+        assert unit(planned(8, 0, seqlen_q=sum(rows), backend=chosen.choice, **sizes)) == 4
+        out, lse = run(chosen.choice, slice(None))
+        for h in range(4):
+            alone = run(chosen.choice, slice(h, h + 1))
+            assert torch.equal(out[:, h : h + 1], alone[0]) and torch.equal(lse[h : h + 1], alone[1])
+    other = run(choice_of("sm80", short_kernels=0), slice(None))
+    torch.testing.assert_close(out, other[0], rtol=2.0**-7, atol=1e-2)
+    torch.testing.assert_close(lse, other[1], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("row", [M64, "sm90.fwd.m128", "sm90.fwd.m192"])

@@ -167,6 +167,20 @@ def test_what_packed_sequences_are_not_runs_by_ids() -> None:
 
 
 @cpu
+def test_wide_heads_want_longer_documents() -> None:
+    """Of 32 tokens on average; one mask serves both."""
+    for length, packs in ((20, False), (32, True)):
+        mask = masks.Documents(torch.arange(20 * length) // length)
+        for head_dim, may in ((128, True), (160, packs), (64, True)):
+            q, k, v = (torch.randn(1, 20 * length, 2, head_dim) for _ in range(3))
+            got = flash_ext.attention(q, k, v, mask=mask)
+            assert runs_packed(mask, q, k, v) == may
+            assert mask._calls[id(None), False, (-1, -1)][1].may_pack(q, k, v, 0.0) == may
+            torch.testing.assert_close(got, flash_ext.attention(q, k, v, mask=mask.to_dense(20 * length, 20 * length)))
+            assert torch.equal(got, flash_ext.attention(q, k, v, mask=mask))
+
+
+@cpu
 def test_a_changed_id_is_seen() -> None:
     tensors, ids = qkv(), BATCH.clone()
     mask = masks.Documents(ids)

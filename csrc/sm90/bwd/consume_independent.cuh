@@ -111,8 +111,9 @@ __device__ __forceinline__ void consume_independent(const BwdArgs& a, uint32_t s
       // Both blocks of keys use the same lse: to read it twice is slower.
       [[maybe_unused]] RegisterStats<32> lse;
       if constexpr (kBlocks == 2) lse.load(stats);
-      if constexpr (T::kDsStages == 1)
+      if constexpr (T::kDsStages == 1) {
         ptx::bar_sync(ptx::kGroupBarrier + group, ptx::kWarpgroupThreads);  // dQ of the step before is made
+      }
       float s[32], dp[32];
       uint32_t p_words[16], ds_words[16];
       const auto form = [&](int b) {

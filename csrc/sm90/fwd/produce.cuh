@@ -75,6 +75,7 @@ __device__ __forceinline__ void schedule_work(const Args& a, const FwdMaps& maps
   };
   uint32_t index = blockIdx.x;
   int stretch_end = 0;  // of the tiles of the same work tile that are left; 0: none
+  int head = 0;  // of a unit, each of whose heads has stretches
 #pragma unroll 1
   while (index < a.scheduler.num_work_tiles) {
     int sequence = 0;
@@ -82,7 +83,7 @@ __device__ __forceinline__ void schedule_work(const Args& a, const FwdMaps& maps
     if constexpr (kParts) tile_index = divide(index, a.parts.parts);
     Work w = decode_index<T::kBlockM, true, true, true, true>(tile_index, p, a.grid, kNamed ? &sequence : nullptr);
     if constexpr (kNamed) w.b = sequence;
-    if constexpr (kUnits) w.h *= a.unit_heads;
+    if constexpr (kUnits) w.h = w.h * a.unit_heads + head;
     if (w.active && look(w, sequence)) {
       BlockRange blocks = AttnMod{p, w.q.length, w.k.length}.template kv_blocks<T::kBlockM, T::kBlockN>(w.block);
       int part = 0;
@@ -110,8 +111,11 @@ __device__ __forceinline__ void schedule_work(const Args& a, const FwdMaps& maps
         advance();
         if (stretch_end > 0) continue;
         if constexpr (kUnits) {
+          const bool has_stretches = w.k.length > kStretches.above;
+          if (has_stretches && ++head < a.unit_heads) continue;
+          head = 0;
 #pragma unroll 1
-          for (int left = a.unit_heads; --left > 0;) {
+          for (int left = has_stretches ? 1 : a.unit_heads; --left > 0;) {
             wait(bars.q_empty(q_ring.stage), q_ring.phase);
             if (lane == 0) {
               Tile tile = work_tiles[(work_ring.stage + T::kWorkStages - 1) % T::kWorkStages];

@@ -1,6 +1,6 @@
 """Looks for slow shape classes: a sweep over (head_dim, seqlen, feature) at about constant work.
 
-    python -m bench.cliffs --out cliffs.json           # about 2 minutes
+    python -m bench.cliffs --out cliffs.json           # about 4 minutes
     python -m bench.cliffs --head-dims 32 --kinds plain,bias_1hqk_grad
     python -m bench.cliffs --report cliffs.json.gz     # the verdicts on a stored file, anywhere
 
@@ -11,24 +11,19 @@ refused: flash_ext raises.
 behind: the backend takes less time. It gets an fp32 bias rounded, since it has none in fp32. A bias that is
     the same for all keys is written out for it, and documents are a bool mask. Points that it refuses are
     counted apart.
-cliff: the time a visible score is more than twice that of a neighbour, and so is the time over the floor.
+cliff: a visible score takes more than twice as long as at a neighbour.
 
 A neighbour has the next length, another number of heads, or the next head_dim. A larger head_dim may take
 longer a score by the ratio of the two, since products and rows grow with it; a smaller one may take as long,
 since exponentials, masks and biases do not shrink with it.
 
-The floor is the longer of two times: that of the bytes that must move, at the speed of a copy, and that of
-the products, at the speed of a matrix product. Both speeds are measured in this run. A kernel whose products
-are faster than that matrix product runs below the floor. Such points are counted.
+A length is at most 1.6 times the one before it, from 1024 on twice, and around 128 and 256, the sizes of
+tiles, less. Between lengths further apart a score may take twice as long by itself: with 16 keys it has three
+times as many bytes to move as with 49, and of 77 keys a tile of 128 is a third full.
 
-Points above twice a neighbour by each measure alone, whatever the other says, are counted and recorded too.
-They are no fault by that. Those by the time a score have one of four causes:
-
-bound: a kernel as fast as the floor would be above as well. A short sequence has more bytes a score.
-floor: the floor a score is more than twice the neighbour's.
-tiles: the same holds for the scores of whole tiles. A sequence of 77 fills little more than a third of a
-    tile of 128 queries and 128 keys.
-neither: all others.
+The floor of a point is the longer of two times: that of the bytes that must move, at the speed of a copy,
+and that of the products, at the speed of a matrix product. Both speeds are measured in this run. It is
+printed beside cliffs, and decides nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -54,7 +49,7 @@ from bench.record import stored_text
 from flash_ext import masks
 
 HEADS = {32: 4, 64: 12, 80: 12, 128: 16, 256: 8}
-SEQLENS = (16, 49, 77, 128, 197, 256, 577, 1024, 4096)
+SEQLENS = (16, 24, 32, 49, 77, 96, 112, 128, 197, 224, 256, 320, 384, 577, 640, 768, 1024, 2048, 4096)
 # The letters of a bias are its sizes: batch, heads, queries, keys; 1 where it is the same for all of them. A
 # bias that is the same for all queries and keys is left out: it moves all scores of a head alike.
 KINDS = ("plain", "causal", "key_padding", "dropout", "documents", "bias_1hqk", "bias_1hqk_grad",
@@ -73,14 +68,7 @@ FEW_ROWS = 16  # of "few_rows", whose lengths are numbers of keys
 MOST_SCORES, MOST_ELEMENTS, MOST_BATCH = 2**28, 2**26, 2**15
 OURS, PEER = "flash_ext", "efficient"
 NEIGHBOURS = 2.0  # times the time of a neighbour
-CAUSES = {
-    "bound": "a kernel at the floor would be above as well",
-    "floor": "the floor a score exceeds that as well",
-    "tiles": "scores of whole tiles exceed that as well",
-    "neither": "neither does, or the file has no tiles",
-}
 NEARLY, AGAIN = 0.97, 10  # of that, from where on points are measured again, and for how many times as long
-
 
 Sizes = tuple[int, int, int, int]  # batch, heads, queries, keys
 
@@ -93,7 +81,6 @@ class Point:
     over_floor: our time over the floor of this run.
     scores: that are visible, of all batch entries and heads.
     refusal, peer_refusal: what flash_ext and the backend raise.
-    tile: queries and keys of a tile of our kernel; None in files that do not have it.
     """
 
     head_dim: int
@@ -109,7 +96,6 @@ class Point:
     kernel: str = ""
     refusal: str = ""
     peer_refusal: str = ""
-    tile: tuple[int, int] | None = None
 
     @property
     def sizes(self) -> Sizes:
@@ -279,15 +265,14 @@ def calls_of(
     return Calls(forward, backward, batch * heads * visible)
 
 
-def kernel_of(call: timing.Call) -> tuple[str, tuple[int, int]]:
-    """The name of the kernel that a call of ours launches, and the queries and keys of its tiles."""
+def kernel_of(call: timing.Call) -> str:
+    """The name of the kernel that a call of ours launches."""
     from flash_ext._ops.library import _C
 
     _C.set_switch("record_launches", 1)
     try:
         call()
-        launch = _C.last_launch()
-        return launch["kernel"], (launch["block_m"], launch["block_n"])
+        return _C.last_launch()["kernel"]
     finally:
         _C.set_switch("record_launches", None)
 
@@ -315,9 +300,9 @@ def measured_at(
         samples, failures = timing.measure(both, timer, 2, seconds)
         us = {name: 1e3 * sample.quartiles()[1] for name, sample in samples.items()}
         refusals = (str(failures.get(name, "")) for name in (OURS, PEER))
-        kernel, tile = kernel_of(both[OURS]) if OURS in us else ("", None)
+        kernel = kernel_of(both[OURS]) if OURS in us else ""
         point = Point(head_dim, seqlen, batch, heads, kind, direction, us.get(OURS), us.get(PEER), None,
-                      calls.scores, kernel, *refusals, tile)  # fmt: skip
+                      calls.scores, kernel, *refusals)  # fmt: skip
         yield from over_the_floor([point], speeds)
     del calls
     torch.cuda.empty_cache()
@@ -365,39 +350,10 @@ def behind(points: list[Point]) -> list[str]:
     return [f"{p.name}: {ratio:.2f} of {PEER}, {p.ours_us:.0f} us in {p.kernel}" for ratio, p in slow]
 
 
-def by_score(point: Point, neighbour: Point) -> float:
+def steepness(point: Point, neighbour: Point) -> float:
     """How many times as long a visible score takes, over the ratio of head_dims where that is above 1."""
     longer = (point.ours_us / point.scores) / (neighbour.ours_us / neighbour.scores)
     return longer / max(1.0, point.head_dim / neighbour.head_dim)
-
-
-def by_floor(point: Point, neighbour: Point) -> float:
-    """How many times as long it takes over the floor."""
-    return point.over_floor / neighbour.over_floor
-
-
-def steepness(point: Point, neighbour: Point) -> float:
-    """How many times as long a point takes: a visible score or over the floor, whichever differs less."""
-    return min(by_score(point, neighbour), by_floor(point, neighbour))
-
-
-def whole_tiles(point: Point) -> float:
-    """Scores of whole tiles for each of the shape; 1 where the tile is not known. Documents run as packed."""
-    tile, (rows, keys) = point.tile or (1, 1), point.sizes[2:]
-    parts = [(rows, keys)]
-    if point.kind == "documents":
-        whole, last = divmod(rows, length := document_length(rows))
-        parts = [(length, length)] * whole + [(last, last)]
-    scores = sum(math.prod(-(-size // block) * block for size, block in zip(part, tile)) for part in parts)
-    return scores / sum(map(math.prod, parts))
-
-
-def cause(point: Point, neighbour: Point) -> str:
-    """Why a score takes more than NEIGHBOURS times as long, of CAUSES."""
-    if by_score(point, neighbour) / by_floor(point, neighbour) > NEIGHBOURS:
-        return "bound" if by_score(point, neighbour) / point.over_floor > NEIGHBOURS else "floor"
-    known = point.tile and neighbour.tile
-    return "tiles" if known and whole_tiles(point) / whole_tiles(neighbour) > NEIGHBOURS else "neither"
 
 
 def neighbours(points: list[Point]) -> Iterator[tuple[Point, list[Point]]]:
@@ -434,41 +390,15 @@ def column_of(point: Point) -> tuple:
     return (point.kind, point.direction, point.head_dim, point.seqlen)
 
 
-Measure = Callable[[Point, Point], float]
-
-
-def above(points: list[Point], measured: Measure = steepness) -> Iterator[tuple[Point, list[Point]]]:
-    """Points that take more than NEIGHBOURS times as long as neighbours, with these."""
-    for point, beside in neighbours(points):
-        if faster := [other for other in beside if measured(point, other) > NEIGHBOURS]:
-            yield point, faster
-
-
-def line_about(point: Point, faster: list[Point], measured: Measure) -> str:
-    """How much longer it takes than the fastest of some neighbours."""
-    other = max(faster, key=lambda p: measured(point, p))
-    where = f"D{other.head_dim} S{other.seqlen} H{other.num_heads}"
-    return f"{point.name}: {measured(point, other):.2f} times {where}, {point.over_floor:.1f} times the floor"
-
-
-def cliffs(points: list[Point], measured: Measure = steepness) -> list[str]:
+def cliffs(points: list[Point]) -> list[str]:
     """A line for each point that takes more than NEIGHBOURS times as long as a neighbour."""
-    return [line_about(point, faster, measured) for point, faster in above(points, measured)]
-
-
-def by_cause(points: list[Point]) -> dict[str, list[str]]:
-    """A line for each point above by the time a score. Of several causes the last in CAUSES counts."""
-    found: dict[str, list[str]] = {name: [] for name in CAUSES}
-    for point, faster in above(points, by_score):
-        last = max((cause(point, other) for other in faster), key=list(CAUSES).index)
-        found[last].append(line_about(point, faster, by_score))
-    return found
-
-
-def only_beside_larger(points: list[Point]) -> list[str]:
-    """A line for each point above over the floor, where all neighbours below it have a larger head_dim."""
-    return [line_about(point, faster, by_floor) for point, faster in above(points, by_floor)
-            if all(other.head_dim > point.head_dim for other in faster)]  # fmt: skip
+    lines = []
+    for point, beside in neighbours(points):
+        ratio, other = max(((steepness(point, p), p) for p in beside), key=lambda pair: pair[0], default=(0, point))
+        if ratio > NEIGHBOURS:
+            where = f"D{other.head_dim} S{other.seqlen} H{other.num_heads}"
+            lines.append(f"{point.name}: {ratio:.2f} times {where}, {point.over_floor:.1f} times the floor")
+    return lines
 
 
 def faults(points: list[Point]) -> dict[str, list[str]]:
@@ -480,40 +410,16 @@ def faults(points: list[Point]) -> dict[str, list[str]]:
     }
 
 
-def verdicts(points: list[Point]) -> dict:
-    """The faults, and what is counted beside them."""
-    below = [p for p in points if p.ours_us and p.over_floor < 1]
-    return {
-        "faults": faults(points),
-        "without_peer": without_peer(points),
-        "below_floor": [f"{p.name}: {p.over_floor:.2f} times the floor" for p in below],
-        "by_score_alone": by_cause(points),
-        "by_floor_alone": cliffs(points, by_floor),
-        "by_floor_beside_larger_head_dim": only_beside_larger(points),
-    }
-
-
 def summary(points: list[Point]) -> str:
-    """The verdicts as text. Faults are named, and so are points above by the time a score without a cause."""
-    found, all_of_them = verdicts(points), f"of {len(points)} points"
-    refusals, slower, steep = found["faults"].items()
+    """The faults, each point named, and how many points have no peer."""
+    (refusals, slower, steep), all_of_them = faults(points).items(), f"of {len(points)} points"
     apart = Counter(p.kind for p in points if p.peer_us is None)
-    causes, twice = found["by_score_alone"], f"{NEIGHBOURS:g} times a neighbour"
-    over_floor, larger = found["by_floor_alone"], found["by_floor_beside_larger_head_dim"]
     lines = [f"{len(refusals[1])} {all_of_them} {refusals[0]}", *(f"  {line}" for line in refusals[1])]
     lines += [f"{len(slower[1])} of {len(with_peer(points))} points with a peer {slower[0]}"]
     lines += [f"  {line}" for line in slower[1]]
     lines += [f"{apart.total()} {all_of_them} without a peer"]
     lines += [f"  {count} of {kind}" for kind, count in apart.items()]
-    lines += [f"{len(steep[1])} {all_of_them} {steep[0]} by time a score and over the floor"]
-    lines += [f"  {line}" for line in steep[1]]
-    lines += [f"{sum(map(len, causes.values()))} {all_of_them} above {twice} by time a score alone"]
-    for name, why in CAUSES.items():
-        lines += [f"  {len(causes[name])}: {why}"]
-    lines += [f"    {line}" for line in causes["neither"]]
-    lines += [f"{len(over_floor)} {all_of_them} above {twice} over the floor alone"]
-    lines += [f"  {len(larger)}: beside a larger head_dim only"]
-    lines += [f"{len(found['below_floor'])} {all_of_them} below the floor"]
+    lines += [f"{len(steep[1])} {all_of_them} {steep[0]}", *(f"  {line}" for line in steep[1])]
     return "\n".join(lines)
 
 
@@ -553,7 +459,7 @@ def main(arguments: list[str] | None = None) -> int:
     points = sweep(list(places(head_dims, seqlens, kinds)), timer, speeds, options.seconds)
     print(summary(points))
     if options.out:
-        record = {"machine": facts, "speeds": speeds, **verdicts(points)}
+        record = {"machine": facts, "speeds": speeds, "faults": faults(points)}
         record["points"] = [asdict(point) for point in points]
         options.out.write_text(json.dumps(record, indent=0))
     return 1 if any(faults(points).values()) or not points else 0

@@ -16,13 +16,12 @@ from bench.record import stored_text
 from tests.sources import ROOT
 
 
-def line_of(us: list[float | None], over_floor: list[float] | None = None, heads: int = 4) -> list[Point]:
-    """Points of the lengths 128, 256, ... and as many scores each; the floor is 10 us unless given."""
+def line_of(us: list[float | None], heads: int = 4) -> list[Point]:
+    """Points of the lengths 128, 256, ... and as many scores each; the floor is 10 us."""
     return [
-        Point(64, 128 << i, 8, heads, "plain", "fwd", time, 1000.0,
-              time and (over_floor[i] if over_floor else time / 10), 1e6, "fwd_kernel")
+        Point(64, 128 << i, 8, heads, "plain", "fwd", time, 1000.0, time and time / 10, 1e6, "fwd_kernel")
         for i, time in enumerate(us)
-    ]  # fmt: skip
+    ]
 
 
 def lengths(lines: list[str]) -> list[int]:
@@ -30,9 +29,14 @@ def lengths(lines: list[str]) -> list[int]:
 
 
 def test_an_even_line_has_no_fault() -> None:
-    points = line_of([100.0, 60.0, 120.0, 61.0])
-    assert not any(cliffs.faults(points).values())
-    assert cliffs.cliffs(points, cliffs.by_score) == []
+    assert not any(cliffs.faults(line_of([100.0, 60.0, 120.0, 61.0])).values())
+
+
+def test_lengths_are_close() -> None:
+    """Further apart a score may take twice as long by its bytes, or by what a tile leaves empty."""
+    for length, longer in zip(cliffs.SEQLENS, cliffs.SEQLENS[1:]):
+        assert length < longer <= (1.6 if length < 1024 else 2) * length
+    assert (cliffs.SEQLENS[0], cliffs.SEQLENS[-1]) == (16, 4096)
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
@@ -42,7 +46,7 @@ def test_a_point_above_twice_a_neighbour_is_a_cliff(at: int) -> None:
     times[at] = 201.0
     points = line_of(times)
     assert lengths(cliffs.cliffs(points)) == [128 << at]
-    points[at].ours_us, points[at].over_floor = 199.0, 19.9
+    points[at].ours_us = 199.0
     assert cliffs.cliffs(points) == []
 
 
@@ -65,12 +69,12 @@ def test_the_next_head_dim_is_a_neighbour() -> None:
     """A larger one may take longer by the ratio of the two, a smaller one as long as the larger."""
 
     def pair(of_64: float, of_128: float, heads: int = 4) -> list[Point]:
-        small, large = line_of([of_64], [of_64 / 10]) + line_of([of_128], [of_128 / 20], heads=heads)
+        small, large = line_of([of_64]) + line_of([of_128], heads=heads)
         return [small, replace(large, head_dim=128)]
 
     assert cliffs.cliffs(pair(100.0, 390.0)) == []
     assert cliffs.cliffs(pair(100.0, 410.0)) == [
-        "D128 S128 B8 H4 plain fwd: 2.05 times D64 S128 H4, 20.5 times the floor"
+        "D128 S128 B8 H4 plain fwd: 2.05 times D64 S128 H4, 41.0 times the floor"
     ]
     assert cliffs.cliffs(pair(190.0, 100.0)) == []
     assert cliffs.cliffs(pair(210.0, 100.0))[0].startswith("D64 S128 B8 H4 plain fwd: 2.10 times D128")
@@ -82,56 +86,15 @@ def test_the_next_head_dim_is_a_neighbour() -> None:
         assert cliffs.cliffs([replace(pair(100.0, 410.0)[0], **{field: value}), pair(100.0, 410.0)[1]]) == []
 
 
-def test_above_over_the_floor_alone_and_beside_a_larger_head_dim_only() -> None:
-    """The floor of half the head_dim is half as long."""
-    small, large = line_of([110.0], [24.0]) + line_of([100.0], [10.0])
-    points = [small, replace(large, head_dim=128)]
-    assert cliffs.cliffs(points) == cliffs.cliffs(points, cliffs.by_score) == []
-    assert len(cliffs.cliffs(points, cliffs.by_floor)) == len(cliffs.only_beside_larger(points)) == 1
-    points += [replace(small, seqlen=256, over_floor=11.0)]
-    assert len(cliffs.cliffs(points, cliffs.by_floor)) == 1 and cliffs.only_beside_larger(points) == []
-
-
-def test_a_score_takes_longer_for_one_of_four_causes() -> None:
-    """The floor itself, the floor a score, scores of whole tiles, or neither. Of several, the last counts."""
-    assert cliffs.cause(*line_of([300.0, 100.0], over_floor=[1.4, 1.0])) == "bound"
-    assert cliffs.cause(*line_of([300.0, 100.0], over_floor=[2.8, 2.0])) == "floor"
-    slow, even = line_of([280.0, 100.0], over_floor=[1.7, 1.0])
-    assert cliffs.cause(slow, even) == "neither"
-    slow, even = replace(slow, seqlen=77, tile=(128, 128)), replace(even, seqlen=128, tile=(128, 128))
-    assert cliffs.whole_tiles(slow) / cliffs.whole_tiles(even) == pytest.approx((128 / 77) ** 2)
-    assert cliffs.cause(slow, even) == "tiles"
-    assert cliffs.cause(replace(slow, tile=(80, 80)), even) == "neither"
-    assert cliffs.cause(slow, replace(even, tile=None)) == "neither"
-    assert {name: len(lines) for name, lines in cliffs.by_cause([slow, even]).items()} == {
-        "bound": 0, "floor": 0, "tiles": 1, "neither": 0
-    }  # fmt: skip
-    documents, longer = (replace(p, kind="documents", tile=(64, 64)) for p in (slow, even))
-    documents, longer = replace(documents, seqlen=577), replace(longer, seqlen=1024)  # of 69 and of 125
-    assert cliffs.whole_tiles(longer) == pytest.approx((8 * 128**2 + 64**2) / (8 * 125**2 + 24**2))
-    assert cliffs.cause(documents, longer) == "tiles"
-    before = replace(even, seqlen=49, tile=(64, 64))
-    assert [name for name, lines in cliffs.by_cause([before, slow, even]).items() if lines] == ["neither"]
-
-
 def test_a_point_that_is_refused_is_no_neighbour_of_the_next() -> None:
     assert lengths(cliffs.cliffs(line_of([100.0, None, 250.0]))) == [512]
 
 
-def test_time_may_grow_with_the_floor() -> None:
-    """A short sequence has more bytes a score: what differs less of time and time over the floor counts."""
-    at_the_floor = line_of([300.0, 100.0], over_floor=[1.1, 1.0])
-    assert cliffs.cliffs(at_the_floor) == []
-    assert lengths(cliffs.cliffs(at_the_floor, cliffs.by_score)) == [128]
-    assert cliffs.cliffs(line_of([150.0, 100.0], over_floor=[3.0, 1.0])) == []
-    assert cliffs.steepness(*line_of([300.0, 100.0], over_floor=[2.5, 1.0])) == 2.5
-    assert cliffs.steepness(*line_of([300.0, 100.0], over_floor=[4.0, 1.0])) == pytest.approx(3.0)
-
-
 def test_time_is_that_of_a_visible_score() -> None:
-    points = line_of([100.0, 240.0], over_floor=[1.0, 2.4])
+    points = line_of([100.0, 240.0])
+    assert lengths(cliffs.cliffs(points)) == [256]
     points[1].scores *= 2
-    assert cliffs.by_score(points[1], points[0]) == pytest.approx(1.2)
+    assert cliffs.steepness(points[1], points[0]) == pytest.approx(1.2)
     assert cliffs.cliffs(points) == []
 
 
@@ -154,14 +117,10 @@ def test_the_summary_counts_points_with_a_peer_and_those_without() -> None:
     assert sum(map(len, cliffs.faults(points).values())) == 1  # that of the slow point
 
 
-def test_the_summary_counts_what_one_measure_finds() -> None:
-    lines = cliffs.summary(line_of([300.0, 100.0, 150.0], over_floor=[1.4, 1.0, 2.1])).splitlines()
-    assert "0 of 3 points above 2 times a neighbour by time a score and over the floor" in lines
-    at = lines.index("1 of 3 points above 2 times a neighbour by time a score alone")
-    assert lines[at + 1].startswith("  1: a kernel at the floor")
-    assert "1 of 3 points above 2 times a neighbour over the floor alone" in lines
-    assert lines[-1] == "0 of 3 points below the floor"
-    assert cliffs.summary(line_of([1.0], over_floor=[0.9])).endswith("1 of 1 points below the floor")
+def test_the_summary_names_cliffs() -> None:
+    lines = cliffs.summary(line_of([210.0, 100.0, 150.0])).splitlines()
+    at = lines.index("1 of 3 points above 2 times a neighbour")
+    assert lines[at + 1 :] == ["  D64 S128 B8 H4 plain fwd: 2.10 times D64 S256 H4, 21.0 times the floor"]
 
 
 def test_a_refusal_is_a_fault() -> None:
@@ -298,27 +257,27 @@ def test_a_sweep_goes_to_every_place() -> None:
 
 
 def test_a_stored_file_is_judged_by_the_present_rules(tmp_path, capsys) -> None:
-    """Its times over the floor are made anew, and lines that it lacks are left open."""
-    points = [asdict(point) for point in line_of([100.0, 350.0])]
+    """Its times over the floor are made anew, and what it does not have is left open."""
+    points = [asdict(point) for point in line_of([100.0, 250.0])]
     for point in points:
         point["over_floor"] = 1.0
-        del point["tile"], point["peer_refusal"]
+        del point["peer_refusal"]
     file = tmp_path / "cliffs.json"
     file.write_text(json.dumps({"speeds": [1e9, 1e6], "points": points}))
     assert cliffs.main(["--report", str(file)]) == 1
-    assert "1 of 2 points above 2 times a neighbour by time a score and over" in capsys.readouterr().out
+    assert "1 of 2 points above 2 times a neighbour" in capsys.readouterr().out
     points[1]["ours_us"] = 150.0
     file.write_text(json.dumps({"speeds": [1e9, 1e6], "points": points}))
     assert cliffs.main(["--report", str(file)]) == 0
 
 
 def test_documents_have_the_numbers_of_the_stored_sweep() -> None:
-    """All points, those with a peer, those above by both measures, and by the time a score alone."""
+    """All points, those with a peer, and cliffs."""
     (file,) = (ROOT / "bench" / "results").glob("*/cliffs.json.gz")
     points, text = cliffs.report(file)
-    assert len(points) == len(json.loads(stored_text(file))["points"]) and "points below the floor" in text
-    counts = [len(points), len(cliffs.with_peer(points))]
-    counts += [len(cliffs.cliffs(points, measure)) for measure in (cliffs.steepness, cliffs.by_score)]
+    assert len(points) == len(json.loads(stored_text(file))["points"]) and "times a neighbour" in text
+    assert {point.seqlen for point in points} == set(cliffs.SEQLENS)
+    counts = [len(points), len(cliffs.with_peer(points)), len(cliffs.cliffs(points))]
     for name, mark in (("docs/benchmarks.md", "| slow shapes"), ("bench/results/README.md", "| `cliffs` |")):
         (line,) = (one for one in (ROOT / name).read_text(encoding="utf-8").splitlines() if mark in one)
         numbers = re.findall(r"(?<!\w)[0-9]+(?!\w)", line)

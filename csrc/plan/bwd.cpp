@@ -40,13 +40,6 @@ bool prefers_stored(Req r, Dev d) { return !r.constraints.dq_pool && !sm90::has_
 bool prefers_split_short(Req r, Dev d) { return sm90::prefers_split_bwd(r.problem, d, r.constraints); }
 bool prefers_ordered(Req r, Dev d) { return r.deterministic || sm90::prefers_order(r.problem, d, r.constraints); }
 
-void add_row_stats(const Problem& p, Plan& plan, int block_m) {
-  plan.workspace.row_stats = plan.workspace.add(4 * 2 * sm90::query_tiles(p, block_m) * block_m);
-}
-void add_portable_stats(const Problem& p, Plan& plan) {
-  plan.workspace.stats_portable = plan.workspace.add(8 * p.total_q * p.num_heads);
-}
-
 // Passes of the Hopper backwards. The first makes statistics of rows, and what the kernel behind it adds to.
 Launch& push_tile_pass(Req r, Dev d, Plan& p, Launch l, int block_m, DqMode dq) {
   l.unit_heads = sm90::unit_heads_of(r.problem, r.problem.num_heads, int64_t{2} * d.num_sms);
@@ -300,10 +293,11 @@ void build_others(Req r, Dev d, Plan& p) {
   if (dbias90) push_hopper_dbias(r, d, p);
 }
 
-void begin_hopper(Req r, Dev d, Plan& p) {
+// shares_stats: with the kernels behind, for which they have been made.
+void begin_hopper(Req r, Dev d, Plan& p, bool shares_stats = false) {
   const bool makes_dbias = r.dbias != nullptr && !p.dbias_with_dk;
   const bool dbias90 = makes_dbias && has_hopper_dbias(r, d, p.arch);
-  if (makes_dbias || r.dslopes != nullptr || r.modifiers->sinks != nullptr) {
+  if (!shares_stats && (makes_dbias || r.dslopes != nullptr || r.modifiers->sinks != nullptr)) {
     push_other_gradients(r, d, p, makes_dbias && !dbias90, DqMode::kNone);
   }
   if (dbias90) push_hopper_dbias(r, d, p);
@@ -357,12 +351,14 @@ void build_fused_mod(Req r, Dev d, Plan& p) {
 }
 
 void build_split_mod(Req r, Dev d, Plan& p) {
-  begin_hopper(r, d, p);
   const Problem& x = r.problem;
   const int size = sm90::split_mod_size(x);
   const sm90::SplitBwdTile t = sm90::split_mod_tile(size);
   const bool dynamic = sm90::has_unequal_tiles(x, *r.modifiers);
+  const bool shares_stats = r.dslopes == nullptr && r.modifiers->sinks == nullptr && has_hopper_dbias(r, d, p.arch);
+  if (!shares_stats) begin_hopper(r, d, p);
   push_row_stats(r, d, p, KernelId::kRowStats90, size, size, t.block_m, DqMode::kElsewhere);
+  if (shares_stats) begin_hopper(r, d, p, true);
   p.main = p.num_launches;
   p.push(main_of(KernelId::kBwdDkdvMod90, size, size, t.block_m, sm90::SplitBwdTile::kKeys, t.stages,
                  sm90::SplitBwdTile::kThreads, sm90::dkdv_mod_bytes(size), sm90::dkdv_grid(x, d, dynamic), d.num_sms))

@@ -71,6 +71,13 @@ inline void set_dynamic(Plan& p, Launch& l, bool wanted) {
   set_dynamic(l, wanted);
   p.workspace.tile_counters = p.workspace.add(l.dynamic ? sm90::kCounterBytes : 0);
 }
+// Statistics of rows in backwards: by tiles of queries, and as portable kernels want them.
+inline void add_row_stats(const Problem& p, Plan& plan, int block_m) {
+  plan.workspace.row_stats = plan.workspace.add(4 * 2 * sm90::query_tiles(p, block_m) * block_m);
+}
+inline void add_portable_stats(const Problem& p, Plan& plan) {
+  plan.workspace.stats_portable = plan.workspace.add(8 * p.total_q * p.num_heads);
+}
 // Each of `ctas` keeps what it has between two stretches of keys.
 inline void add_stretches(Plan& p, bool wanted, int64_t ctas, const sm90::FwdTile& t, int head_dim_v) {
   p.workspace.kv_stretches = p.workspace.add(wanted ? 4 * ctas * sm90::kept_floats(t, head_dim_v) : 0);

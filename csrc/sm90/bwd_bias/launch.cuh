@@ -9,7 +9,9 @@ namespace flash_ext::sm90 {
 
 template <typename T>
 std::string launch_dbias_as(const BwdCall& c, const Launch& l) {
-  const BwdParams p = c.portable(l);
+  // In front of kernels that have statistics of their own it reads those.
+  const bool shares_stats = !c.plan.workspace.stats_portable;
+  const BwdParams p = shares_stats ? c.hopper() : c.portable(l);
   const Problem& r = p.problem;
   const Modifiers& m = c.modifiers;
   const BiasGradient& g = c.dbias;
@@ -24,6 +26,8 @@ std::string launch_dbias_as(const BwdCall& c, const Launch& l) {
   a.tiles_m = (g.rows + T::kBlock - 1) / T::kBlock;
   a.tiles_n = (g.cols + T::kBlock - 1) / T::kBlock;
   a.tiles = l.tiles;
+  a.stat_rows = shares_stats ? c.plan.main_launch().block_m : 0;
+  a.stat_tiles = shares_stats ? (r.seqlen_q + a.stat_rows - 1) / a.stat_rows : 0;
   BwdBiasMaps maps{};
   std::string error = encode_bwd_maps(maps.plain, p, T::kBlock, T::kBlock);
   if (!T::kOwn && error.empty()) error = encode_bias_map(maps.bias, m.bias, r, T::kBlock);

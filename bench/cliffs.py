@@ -394,7 +394,9 @@ def cliffs(points: list[Point]) -> list[str]:
     """A line for each point that takes more than NEIGHBOURS times as long as a neighbour."""
     lines = []
     for point, beside in neighbours(points):
-        ratio, other = max(((steepness(point, p), p) for p in beside), key=lambda pair: pair[0], default=(0, point))
+        ratio, other = max(
+            ((steepness(point, p), p) for p in beside), key=lambda pair: pair[0], default=(0, point)
+        )
         if ratio > NEIGHBOURS:
             where = f"D{other.head_dim} S{other.seqlen} H{other.num_heads}"
             lines.append(f"{point.name}: {ratio:.2f} times {where}, {point.over_floor:.1f} times the floor")

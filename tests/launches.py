@@ -23,7 +23,7 @@ def check_launch(x: Inputs, target: Target, direction: str, out: Tensor | None =
     ``out``: of a backward, where it is called by itself.
     """
     case = x.case
-    if direction == "bwd" and not target.short and _has_row_sums_alone(x):
+    if direction == "bwd" and _has_row_sums_alone(x):  # kernels for short sequences do it all the same
         return
     if (launch := _launch_of(case, target, direction)) is None:
         return
@@ -114,7 +114,7 @@ def _has_row_bias(x: Inputs) -> bool:
 
 
 def _has_row_sums_alone(x: Inputs) -> bool:
-    """Whether nothing but the gradient of a bias of rows is wanted, which follows from sums over rows."""
+    """Whether nothing but the gradient of a bias of rows is wanted, which without sinks follows from lse."""
     return "qkv" not in x.case.needs and _has_row_bias(x) and {*x.leaves()} == {"bias"}
 
 

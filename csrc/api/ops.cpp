@@ -128,24 +128,16 @@ bool moves_lse_alone(const Request& r, const DeviceInfo& d, const CallArgs& a) {
 Tensor lse_without(const Tensor& lse, const Tensor& row_bias) {
   return lse.sub(row_bias.squeeze(3)).masked_fill(lse.eq(kMinusInfinity), kMinusInfinity);
 }
-// Its gradient: over the keys of a row the weights P sum to 1 less the share of the sink, and P dP to delta. So
-// P (dP - delta + dlse) sums to delta times that share, and dlse times the rest. Without a sink nothing is left of
-// delta, but NaN where dout or out is not finite. Rows that see nothing have none.
+// Its gradient is P (dP - delta + dlse) summed over the keys of a row, where P sums to 1 and P dP to delta. So dlse is
+// left, or NaN where dout or out is not finite. Rows that see nothing have none.
 Tensor gradient_of_row_bias(at::IntArrayRef sizes, const Tensor& dout, const Tensor& out, const Tensor& lse,
-                            const Tensor& dlse, const OptionalTensor& sinks) {
+                            const Tensor& dlse) {
   constexpr int64_t kLast = -1;
   const auto sum = [&](const Tensor& t) {
     return t.sum(at::IntArrayRef(&kLast, 1), false, at::kFloat).transpose(1, 2);
   };
-  Tensor of_rows;
-  if (sinks.has_value()) {
-    const Tensor share = sinks->view({1, -1, 1}).sub(lse).exp();
-    of_rows = sum(out.to(at::kFloat).mul(dout)).mul(share);
-    if (dlse.defined()) of_rows.add_(dlse.mul(share.neg().add_(1)));
-  } else {
-    of_rows = sum(out).add_(sum(dout)).mul_(0);
-    if (dlse.defined()) of_rows.add_(dlse);
-  }
+  Tensor of_rows = sum(out).add_(sum(dout)).mul_(0);
+  if (dlse.defined()) of_rows.add_(dlse);
   return of_rows.masked_fill(lse.eq(kMinusInfinity), 0).unsqueeze(3).sum_to_size(sizes);
 }
 
@@ -201,10 +193,11 @@ BwdModResult backward(const BwdResult& gradients, const Tensor& dout_any, const 
   if (moves_lse) without_bias.emplace(a).bias.reset();
   const CallArgs& others = moves_lse ? *without_bias : a;
   const Tensor given_lse = lse_any.contiguous(), lse = moves_lse ? lse_without(given_lse, *a.bias) : given_lse;
-  const bool sums_bias = need_bias && !moves_lse;
-  if (need_bias && moves_lse) {
-    dbias.copy_(gradient_of_row_bias(dbias.sizes(), dout, out, given_lse, dlse, a.sinks));
-    if (!a.need_qkv && !need_slopes && !need_sinks) return {dq, dk, dv, dbias, dslopes, dsinks};
+  const bool follows_from_lse = need_bias && moves_lse && !a.sinks.has_value(),
+             sums_bias = need_bias && !follows_from_lse;
+  if (follows_from_lse) {
+    dbias.copy_(gradient_of_row_bias(dbias.sizes(), dout, out, given_lse, dlse));
+    if (!a.need_qkv && !need_slopes) return {dq, dk, dv, dbias, dslopes, dsinks};
   }
 
   auto params = params_of<BwdParams>(problem, q, k, v, out);

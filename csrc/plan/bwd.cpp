@@ -355,7 +355,9 @@ void build_split_mod(Req r, Dev d, Plan& p) {
   const int size = sm90::split_mod_size(x);
   const sm90::SplitBwdTile t = sm90::split_mod_tile(size);
   const bool dynamic = sm90::has_unequal_tiles(x, *r.modifiers);
-  const bool shares_stats = r.dslopes == nullptr && r.modifiers->sinks == nullptr && has_hopper_dbias(r, d, p.arch);
+  const Modifiers& m = *r.modifiers;
+  const bool shares_stats =
+      size > 128 && r.dslopes == nullptr && m.sinks == nullptr && m.bias.staged && has_hopper_dbias(r, d, p.arch);
   if (!shares_stats) begin_hopper(r, d, p);
   push_row_stats(r, d, p, KernelId::kRowStats90, size, size, t.block_m, DqMode::kElsewhere);
   if (shares_stats) begin_hopper(r, d, p, true);

@@ -2,8 +2,8 @@
 
 That is their modifiers, their sizes, and the version counters of the tensors that they were made of
 (csrc/api/prepared.h). A further call costs the host a third of one that reads its arguments in Python. The
-mask keeps it, or the bias of a call without a mask. Calls with neither are kept by their sizes. Of a call over
-a cache a mask keeps what it is to it, and the extension says whether that is right for the next one.
+mask keeps it, or the bias of a call without a mask. Calls with neither are kept by their sizes. Of a call
+over a cache a mask keeps what it is to it, and the extension says whether that is right for the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .._masks.value import Mask, Sizes, Value, is_capturing, is_traced
 from .arguments import Asked, bound
 from .library import _C
 from .library_mod import modifier_arguments
-from .modifiers import Modifiers
+from .modifiers import NAMES, Modifiers
 from .prepared import Prepared, borders_for, kept_in, leaf_of_documents
 
 _is_compiling = torch.compiler.is_compiling
@@ -118,8 +118,8 @@ def keep_call(
         return None
     if type(causal) is not bool or type(asked_window) is not tuple or type(q) not in (Tensor, Parameter):
         return None
-    is_plain = mods is None
     mods = mods or Modifiers()
+    is_plain = not any(_is_asked(getattr(mods, name)) for name in NAMES if name not in _OWN)
     kept = None
     if isinstance(mask, Mask):
         kept = kept_in(mask)
@@ -162,6 +162,14 @@ def keep_call(
         partner = None if mask is None else bias
         _put(_calls_of(holder), (0 if mask is None else id(bias), causal, asked_window), (partner, call))
     return call
+
+
+# What each call says anew, whatever the one said that was kept.
+_OWN = ("sinks", "rng", "softcap", "dropout_p")
+
+
+def _is_asked(value: Any) -> bool:
+    return isinstance(value, Tensor) or bool(value)
 
 
 def _by_sizes(q: Tensor, k: Tensor, causal: Any, window: Any) -> tuple[Any, ...]:

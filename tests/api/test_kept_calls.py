@@ -216,7 +216,7 @@ def test_kept_calls_refuse_in_the_same_words(change: dict, is_masked: bool):
     given |= {"mask": masks.DocumentCausal(torch.arange(24) // 5)} if is_masked else {}
     flash_ext.attention(**given)
     said = []
-    for mask in ([given["mask"], copy.deepcopy(given["mask"])] if is_masked else [None, None]):
+    for mask in [given["mask"], copy.deepcopy(given["mask"])] if is_masked else [None, None]:
         with pytest.raises((TypeError, ValueError, NotImplementedError)) as refusal:
             flash_ext.attention(**given | {"mask": mask} | change)
         said.append(str(refusal.value))
@@ -247,6 +247,20 @@ def test_calls_without_values_are_kept_by_their_sizes(options: dict):
                 calls.BY_SIZES.update(kept)
             assert all(map(torch.equal, *found))
         assert len(calls.BY_SIZES) == sizes
+
+
+@pytest.mark.parametrize("first", [{"softcap": 3.0}, {"sinks": torch.zeros(2)}, {"dropout_p": 0.5}, {}])
+@pytest.mark.parametrize("mask", [None, masks.Causal()], ids=["none", "causal"])
+def test_a_kept_call_serves_others_by_the_plain_operator(mask: masks.Mask | None, first: dict):
+    """What the first call asked for beside mask and bias says nothing of a later one."""
+    calls.BY_SIZES.clear()
+    (q, k), mask = some(), copy.deepcopy(mask)
+    flash_ext.attention(q, k, k, mask=mask, return_aux=flash_ext.AuxRequest(lse=True), **first)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        flash_ext.attention(q, k, k, mask=mask, return_aux=flash_ext.AuxRequest(lse=True))
+        flash_ext.attention(q, k, k, mask=mask, softcap=3.0)
+    ran = [event.key for event in seen.key_averages() if event.key.startswith("flash_ext::")]
+    assert sorted(ran) == ["flash_ext::fwd", "flash_ext::fwd_mod"]
 
 
 @pytest.mark.parametrize("name", [None, "documents"])

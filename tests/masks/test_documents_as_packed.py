@@ -176,7 +176,9 @@ def test_wide_heads_want_longer_documents() -> None:
             got = flash_ext.attention(q, k, v, mask=mask)
             assert runs_packed(mask, q, k, v) == may
             assert mask._calls[id(None), False, (-1, -1)][1].may_pack(q, k, v, 0.0) == may
-            torch.testing.assert_close(got, flash_ext.attention(q, k, v, mask=mask.to_dense(20 * length, 20 * length)))
+            torch.testing.assert_close(
+                got, flash_ext.attention(q, k, v, mask=mask.to_dense(20 * length, 20 * length))
+            )
             assert torch.equal(got, flash_ext.attention(q, k, v, mask=mask))
 
 

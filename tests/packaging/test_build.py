@@ -250,8 +250,11 @@ def test_every_kernel_of_the_dispatch_table_is_compiled_and_no_other(resources):
         *itertools.product(HOPPER_BWD_MOD, DTYPES, HOPPER_BWD_MOD_HEAD_DIMS, SCORE_KINDS),
         *itertools.product(HOPPER_BWD_MOD, DTYPES, WIDE_TILES_HEAD_DIMS, HOPPER_BWD_MOD_WIDE_KINDS),
     ]
-    # Once for a bias that TMA brings, once for others.
-    hopper_bwd_bias = itertools.product(2 * HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_BIAS_HEAD_DIMS, (None,))
+    # Once for a bias that TMA brings, once for others; once with the statistics of kernels behind it.
+    hopper_bwd_bias = [
+        *itertools.product(2 * HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_BIAS_HEAD_DIMS, (None,)),
+        *itertools.product(HOPPER_BWD_BIAS, DTYPES, HOPPER_BWD_BIAS_HEAD_DIMS[-1:], (None,)),
+    ]
     split = itertools.product(2 * (SPLIT + CACHED_SPLIT), DTYPES, SPLIT_HEAD_DIMS, (None,))
     quantized = itertools.product(2 * QUANTIZED, CACHE_TYPES, SPLIT_HEAD_DIMS, (None,))
     fp8_passes = [

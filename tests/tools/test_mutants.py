@@ -147,13 +147,15 @@ Path(made).write_text("".join(Path(name).read_text() for name in objects))
 """
 
 
-# Not in the stored matrix. One that has them all takes its place, and then none is left here.
-YET_TO_RUN = {1201, 1202, 1203, 1301, 1302, 1303, 1304, 2101, 2102, 2103, 2104, 2105}
+# Not in the stored matrices. One that has them all takes their place, and then none is left here.
+YET_TO_RUN = {1202, 1304, 2101, 2103, 2105}
 
 
 def test_every_other_planted_bug_has_run() -> None:
-    (stored,) = (ROOT / "bench" / "results").glob("*/kill-matrix.json.gz")
-    numbers = {mutant["number"] for mutant in json.loads(gzip.decompress(stored.read_bytes()))}
+    stored = (ROOT / "bench" / "results").glob("*/kill-matrix.json.gz")
+    numbers = {
+        mutant["number"] for file in stored for mutant in json.loads(gzip.decompress(file.read_bytes()))
+    }
     assert {mutant.number for mutant in planted.MUTANTS} - YET_TO_RUN == numbers
 
 

@@ -37,14 +37,14 @@ struct BwdBiasArgs {
   float unit;  // raw products times this are scores in log2
   int tiles_m, tiles_n;
   int64_t tiles;
-  int stat_rows, stat_tiles;  // rows of a tile of p.row_stats and tiles of a head; 0: portable ones
+  int stat_rows, stat_tiles;  // by tiles: rows of one, tiles of a head
 };
 
-// kOwnsBias: the bias is none that TMA can read.
-template <typename E, int D, bool kOwnsBias>
+// kOwnsBias: the bias is none that TMA can read. kTiles: row statistics are by tiles, as kernels behind it read them.
+template <typename E, int D, bool kOwnsBias, bool kTiles = false>
 struct BwdBiasTraits {
   using Element = E;
-  static constexpr bool kOwn = kOwnsBias;
+  static constexpr bool kOwn = kOwnsBias, kSharesStats = kTiles;
   static constexpr BwdBiasTile kTile = bwd_bias_tile(D, kOwnsBias);
   static constexpr int kHeadDim = D, kBlock = kTile.kBlock, kThreads = kTile.kThreads;
   // Columns of a pair. Where there are halves, the ring has no room for S and dP: S is made before the pairs of dP
@@ -114,17 +114,11 @@ struct SeenOfTile {
   }
 };
 
-// -lse log2 e and -delta of a row of one of all heads.
-__device__ __forceinline__ float2 minus_stats(const BwdBiasArgs& a, int64_t head, int row) {
-  const int rows = a.p.problem.seqlen_q;
-  if (row >= rows) return make_float2(-INFINITY, 0.f);
-  if (a.stat_rows == 0) {
-    const float2 x = reinterpret_cast<const float2*>(a.p.row_stats)[head * rows + row];
-    return make_float2(-x.x, -x.y);
-  }
+// lse log2 e and delta of a row of one of all heads, from those by tiles.
+__device__ __forceinline__ float2 tile_stats(const BwdBiasArgs& a, int64_t head, int row) {
   const int tile = row / a.stat_rows;
   const float* const stats = a.p.row_stats + ((head * a.stat_tiles + tile) * 2 - tile) * a.stat_rows + row;
-  return make_float2(stats[0], stats[a.stat_rows]);
+  return make_float2(-stats[0], -stats[a.stat_rows]);
 }
 
 __device__ __forceinline__ SeqInfo dense_seq_info(const Problem& p) { return {0, p.seqlen_q, p.seqlen_k, 0, 0, 0}; }
@@ -366,12 +360,15 @@ __device__ __forceinline__ void consume_bias_steps(const BwdBiasArgs& a, uint32_
       }
       const int b = tile.b + step / tile.heads, h = tile.h + step % tile.heads;
       const int row = row0 + ptx::fresh_lane() / 4;
+      const int64_t head = static_cast<int64_t>(b) * p.num_heads + h;
       float minus_lse[2], minus_delta[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float2 x = minus_stats(a, static_cast<int64_t>(b) * p.num_heads + h, row + 8 * half);
-        minus_lse[half] = x.x;
-        minus_delta[half] = x.y;
+        const float2* stats = reinterpret_cast<const float2*>(a.p.row_stats) + head * p.seqlen_q + row;
+        float2 x = make_float2(INFINITY, 0.f);
+        if (row + 8 * half < p.seqlen_q) x = T::kSharesStats ? tile_stats(a, head, row + 8 * half) : stats[8 * half];
+        minus_lse[half] = -x.x;
+        minus_delta[half] = -x.y;
       }
       float s[64], dp[64];
       const auto issue = [&](float (&to)[64]) {

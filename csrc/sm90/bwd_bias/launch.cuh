@@ -9,9 +9,7 @@ namespace flash_ext::sm90 {
 
 template <typename T>
 std::string launch_dbias_as(const BwdCall& c, const Launch& l) {
-  // In front of kernels that have statistics of their own it reads those.
-  const bool shares_stats = !c.plan.workspace.stats_portable;
-  const BwdParams p = shares_stats ? c.hopper() : c.portable(l);
+  const BwdParams p = T::kSharesStats ? c.hopper() : c.portable(l);
   const Problem& r = p.problem;
   const Modifiers& m = c.modifiers;
   const BiasGradient& g = c.dbias;
@@ -26,8 +24,10 @@ std::string launch_dbias_as(const BwdCall& c, const Launch& l) {
   a.tiles_m = (g.rows + T::kBlock - 1) / T::kBlock;
   a.tiles_n = (g.cols + T::kBlock - 1) / T::kBlock;
   a.tiles = l.tiles;
-  a.stat_rows = shares_stats ? c.plan.main_launch().block_m : 0;
-  a.stat_tiles = shares_stats ? (r.seqlen_q + a.stat_rows - 1) / a.stat_rows : 0;
+  if constexpr (T::kSharesStats) {
+    a.stat_rows = c.plan.main_launch().block_m;
+    a.stat_tiles = (r.seqlen_q + a.stat_rows - 1) / a.stat_rows;
+  }
   BwdBiasMaps maps{};
   std::string error = encode_bwd_maps(maps.plain, p, T::kBlock, T::kBlock);
   if (!T::kOwn && error.empty()) error = encode_bias_map(maps.bias, m.bias, r, T::kBlock);
@@ -38,6 +38,9 @@ std::string launch_dbias_as(const BwdCall& c, const Launch& l) {
 template <int D>
 std::string launch_dbias(const BwdCall& c, const Launch& l) {
   return dispatch_dtype(c.p.problem.dtype, [&]<typename E>() {
+    if constexpr (D > 128) {
+      if (!c.plan.workspace.stats_portable) return launch_dbias_as<BwdBiasTraits<E, D, false, true>>(c, l);
+    }
     return l.variant == ScoreVariant::kBias ? launch_dbias_as<BwdBiasTraits<E, D, false>>(c, l)
                                             : launch_dbias_as<BwdBiasTraits<E, D, true>>(c, l);
   });

@@ -30,6 +30,7 @@ _in_functorch = torch._C._are_functorch_transforms_active
 MOST_CALLS = 64
 BY_SIZES: dict[tuple[Any, ...], _C.PreparedCall] = {}  # calls without mask and bias
 _NUMBERS = (float, int)
+_DENSE = (Tensor, Parameter)  # a subclass of torch.Tensor wants to see the operators
 
 
 def kept_call(
@@ -44,12 +45,14 @@ def kept_call(
         if type(left) is not int or type(right) is not int:  # 1.0 is the key of 1, and refused
             return None
         if holder is None:
+            if type(q) not in _DENSE or type(k) not in _DENSE:
+                return None
             call = BY_SIZES[_by_sizes(q, k, causal, window)]
         else:
             partner, call = holder._calls[0 if mask is None else id(bias), causal, window]
             if mask is not None and partner is not bias:
                 return None
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # nested tensors have no sizes
         return None
     is_plain = type(softcap) in _NUMBERS and type(dropout_p) in _NUMBERS
     return call if is_plain and (scale is None or type(scale) in _NUMBERS) else None

@@ -1,6 +1,6 @@
 """Looks for slow shape classes: a sweep over (head_dim, seqlen, feature) at about constant work.
 
-    python -m bench.cliffs --out cliffs.json           # about 4 minutes
+    python -m bench.cliffs --out cliffs.json           # about 3 minutes
     python -m bench.cliffs --head-dims 32 --kinds plain,bias_1hqk_grad
     python -m bench.cliffs --report cliffs.json.gz     # the verdicts on a stored file, anywhere
 
@@ -336,11 +336,6 @@ def refused(points: list[Point]) -> list[str]:
 def with_peer(points: list[Point]) -> list[Point]:
     """Points that both programs have a time of."""
     return [p for p in points if p.ours_us and p.peer_us]
-
-
-def without_peer(points: list[Point]) -> list[str]:
-    """Points that the peer has no time of."""
-    return [f"{p.name}: {p.peer_refusal[:150]}" for p in points if p.peer_us is None]
 
 
 def behind(points: list[Point]) -> list[str]:

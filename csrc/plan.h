@@ -184,8 +184,8 @@ struct Workspace {
   Part tile_counters;  // 16 bytes for each kernel that fetches its tiles
   Part kv_partials;  // of parts of the keys: maxima and sums, then outputs
   Part kv_stretches;  // forwards over very many keys: output, maximum and sum between stretches
-  Part stats_portable;  // fp32 pairs [h][rows] (lse log2 e, delta); gradients of biases, slopes and sinks read them
-  Part row_stats;  // the same by tiles of queries, Hopper
+  Part stats_portable;  // fp32 pairs [h][rows] (lse log2 e, delta); read by gradients of biases, slopes and sinks
+  Part row_stats;  // the same by tiles of queries, Hopper; read by gradients of biases where there are no others
   Part dq_semaphore;  // ordered dq: a word for each tile of queries
   Part pool_words;  // L2 dq pool: what CTAs tell each other
   Part dq_accum;  // fp32

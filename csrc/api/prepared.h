@@ -20,7 +20,7 @@ class PreparedCall {
   void bind_stream();
   // Dimensions of size 1 that the bias of the arguments lacks in front.
   void set_missing_bias_dims(int64_t count) { missing_bias_dims_ = count; }
-  // Nothing but the window is asked for.
+  // Nothing but the window is asked for, beside what each call says anew.
   void set_plain() { is_plain_ = true; }
 
   // The mask says documents alone. Calls that may run as packed sequences want to be told where those begin and end,

@@ -16,7 +16,7 @@ from .atoms import Causal, Documents, Window
 from .value import And, Mask
 
 # Of a document, on average, up to head_dim 128: forward and backward together take 0.97 of the time and less.
-# Above that it is 32 (csrc/api/prepared.cpp).
+# Above that it is 32 (csrc/api/prepared.cpp), where a run of rows of no document counts twice.
 LEAST_ROWS = 18
 
 

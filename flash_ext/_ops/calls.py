@@ -1,4 +1,4 @@
-"""Calls that are kept: a value holds what the extension needs for the calls in which it stood last.
+"""Calls that are kept: what the extension needs for a further call like one before.
 
 That is their modifiers, their sizes, and the version counters of the tensors that they were made of
 (csrc/api/prepared.h). A further call costs the host a third of one that reads its arguments in Python. The
@@ -119,7 +119,7 @@ def keep_call(
         return None
     if not (holder is None or isinstance(holder, Value)) or not (bias is None or isinstance(bias, Bias)):
         return None
-    if type(causal) is not bool or type(asked_window) is not tuple or type(q) not in (Tensor, Parameter):
+    if type(causal) is not bool or type(asked_window) is not tuple or type(q) not in _DENSE:
         return None
     mods = mods or Modifiers()
     is_plain = not any(_is_asked(getattr(mods, name)) for name in NAMES if name not in _OWN)
@@ -229,7 +229,7 @@ def keep_over_cache(
     """Keeps it for :func:`kept_over_cache`, where it may stand for that of another call."""
     if _is_compiling() or _in_functorch() or torch._C._len_torch_dispatch_stack():
         return
-    if type(causal) is not bool or type(window) is not tuple or type(q) not in (Tensor, Parameter):
+    if type(causal) is not bool or type(window) is not tuple or type(q) not in _DENSE:
         return
     if any(type(side) is not int for side in window):
         return

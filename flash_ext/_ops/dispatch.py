@@ -246,7 +246,8 @@ def run_modified_fwd(
         want_lse: if not, lse may come without elements.
         out_dtype: that of out, None for the dtype of q.
     """
-    if out_dtype is None:
+    is_checked = generator is None or (draws and asked.dropout_p != 0)  # else by nobody but this function
+    if out_dtype is None and is_checked:
         kept = kept_call(q, k, *asked[:2], *asked[3:], *options[2:5])
         if kept is not None:
             if draws and asked.dropout_p > 0:

@@ -273,6 +273,22 @@ def test_no_kept_call_stands_for_numbers_of_another_type(name: str | None):
             flash_ext.attention(q, k, k, mask=mask, softcap=3.0, window_size=window)
 
 
+def test_a_kept_call_leaves_checks_and_types_as_they_were():
+    """Nested tensors and generators are refused, and a subclass keeps its type, whatever ran before."""
+
+    class Own(torch.Tensor):
+        pass
+
+    q, k = some()
+    flash_ext.attention(q, k, k, softcap=3.0)
+    nested = torch.nested.nested_tensor([*q])
+    with pytest.raises(TypeError, match="q must be a"):
+        flash_ext.attention(nested, nested, nested, softcap=3.0)
+    with pytest.raises(TypeError, match="generator"):
+        flash_ext.attention(q, k, k, softcap=3.0, generator="x")
+    assert type(flash_ext.attention(q, k.as_subclass(Own), k, softcap=3.0)) is Own
+
+
 def test_sizes_keep_so_many_calls():
     for rows in range(1, calls.MOST_CALLS + 2):
         q = torch.randn(1, rows, 1, 8)
